@@ -1,0 +1,137 @@
+"""A recipe: one YAML file that says everything about one engine, as strict typed structs.
+
+`load_recipe` reads a file (with `extends` and `--set` overrides) into a `Recipe`; what it accepts is exactly what these
+structs say. `recipe_to_dict` and `recipe_from_dict` are the form in which the manifest carries it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from runtime.errors import RecipeError
+
+BackendName = Literal["openvino"]
+ComputeDtype = Literal["f32", "bf16", "f16"]
+WeightDtype = Literal["f32", "f16", "bf16", "int8"]
+KvDtype = Literal["f32", "f16", "bf16", "int8"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(gt=0)]
+# Bytes: an integer, or text such as 512MB or 1GiB, which the loader turns into one.
+Size = Annotated[int, Meta(ge=1, le=2**50, extra={"size": True})]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class BackendConfig(_Section):
+    """What compiles the engine and for which device. Every property is stated: nothing is left to a vendor's default."""
+
+    name: BackendName = "openvino"
+    device: Literal["CPU"] = "CPU"
+    compute: ComputeDtype = "f32"
+    # Tokens' activations quantized to int8 in groups of so many channels; 0: not at all.
+    dynamic_quantization_group_size: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None  # None: the machine's cores
+    blob: bool = True  # keep the compiled form too, for a fast load
+
+
+class WeightsConfig(_Section):
+    """How weights are stored. `skip`: shell patterns of weight names that keep the compute dtype."""
+
+    dtype: WeightDtype = "f32"
+    skip: tuple[str, ...] = ()
+
+
+class KvConfig(_Section):
+    """How the KV cache is stored; `block_size` in tokens."""
+
+    key: KvDtype = "f32"
+    value: KvDtype = "f32"
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 32
+
+
+class LimitsConfig(_Section):
+    """What the engine must be able to hold: tokens a sequence, sequences a step, tokens a step."""
+
+    max_context_len: Annotated[int, Meta(ge=1, le=2**24)] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] = 64
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 512
+
+
+class RuntimeConfig(_Section):
+    """Defaults for serving; the command line overrides them."""
+
+    kv_cache_memory: Size | None = None  # bytes; None: `kv_cache_memory_share` of free memory
+    kv_cache_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.4
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    ttft_slo: Seconds | None = None
+    tpot_slo: Seconds | None = None
+
+
+class QualityConfig(_Section):
+    """Bounds on the parity figures; a build that breaks one fails. None: no bound."""
+
+    max_kl: Annotated[float, Meta(gt=0)] | None = None  # nats a position, mean
+    min_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # share of positions
+    max_perplexity_ratio: Annotated[float, Meta(ge=1)] | None = None  # engine / reference
+
+
+class ParityConfig(_Section):
+    """The comparison with the Hugging Face model that each build makes."""
+
+    enabled: bool = True
+    prompts: Annotated[int, Meta(ge=1, le=1000)] = 12
+    new_tokens: Annotated[int, Meta(ge=1, le=4096)] = 32
+
+
+class Recipe(_Section):
+    """One engine. `model` is a zoo card's name, hub:owner/name[@revision], gguf:/path, or a folder path."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    model: Annotated[str, Meta(min_length=1)]
+    trust_remote_code: bool = False
+    backend: BackendConfig = BackendConfig()
+    weights: WeightsConfig = WeightsConfig()
+    kv: KvConfig = KvConfig()
+    limits: LimitsConfig = LimitsConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    quality: QualityConfig = QualityConfig()
+    parity: ParityConfig = ParityConfig()
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe as plain values, every default written out."""
+    return msgspec.to_builtins(recipe)
+
+
+def recipe_from_dict(value: dict[str, Any]) -> Recipe:
+    """The inverse of `recipe_to_dict`. Raises `RecipeError` where `value` is no recipe of this version."""
+    try:
+        return msgspec.convert(value, Recipe)
+    except msgspec.ValidationError as error:
+        raise RecipeError(f"not a recipe that this version understands: {error}") from None
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """SHA-256 (hex) over the resolved content: equal recipes hash equally however they were written."""
+    canonical = json.dumps(recipe_to_dict(recipe), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe:
+    """Load a shipped recipe by name, or a file by path, with overrides `key.path=value` (as `--set` takes them).
+
+    Raises `RecipeError` that lists every problem found: file and line, key, value, what is allowed, the nearest match.
+    """
+    from builder.recipe_load import load
+
+    return load(str(name_or_path), overrides or [])
