@@ -242,7 +242,7 @@ def check_batch(batch: StepBatch, num_blocks: int, block_size: int) -> None:
     assert (batch.positions == expected).all()
     assert batch.max_context_len == (batch.past_lens + lengths).max()
     assert (np.diff(batch.logits_rows) > 0).all()
-    assert not len(batch.logits_rows) or (0 <= batch.logits_rows[0] and batch.logits_rows[-1] < T)
+    assert not len(batch.logits_rows) or (batch.logits_rows[0] >= 0 and batch.logits_rows[-1] < T)
     owner = np.repeat(np.arange(B), lengths)
     cells = batch.block_ids[batch.block_starts[owner] + batch.positions // block_size].astype(np.int64)
     cells = cells * block_size + batch.positions % block_size
