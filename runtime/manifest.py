@@ -1,12 +1,24 @@
-"""The artifact's manifest: every fact about an engine, typed. `runtime/artifact.py` reads, checks and writes it."""
+"""The artifact's manifest: every fact about an engine, typed, and its encoding, which tells when a byte was changed.
+
+`runtime/artifact.py` opens and checks an artifact, `runtime/artifact_writer.py` writes one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from typing import Any
+
 import msgspec
 
+from runtime.errors import ArtifactError
 from runtime.kv_layout import KvLayout
 
 FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+REBUILD = "rebuild it: plancast build {recipe} --force"
+
+_NO_DIGEST = "0" * 64
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
@@ -107,3 +119,55 @@ class Manifest(msgspec.Struct, kw_only=True):
     build: dict  # seconds by stage, peak memory in bytes
     parity: Parity | None = None
     files: dict[str, FileInfo] = {}
+    build_key: str = ""  # names everything that the engine was made from, for the build cache
+    digest: str = _NO_DIGEST  # SHA-256 of these very bytes, this field being zeros
+
+
+def rebuild_hint(recipe: str | None = None) -> str:
+    """What to do about an artifact that cannot be used."""
+    return REBUILD.format(recipe=recipe or "RECIPE")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json. They hold their own SHA-256, so that any changed byte shows."""
+    blank = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, digest=_NO_DIGEST)), indent=2)
+    digest = hashlib.sha256(blank).hexdigest()
+    # The digest is the last field: the last run of zeros that long is its own.
+    head, _, tail = blank.rpartition(_NO_DIGEST.encode())
+    return head + digest.encode() + tail
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The inverse of `encode_manifest`.
+
+    Raises:
+        ArtifactError: cut short, changed since it was written, or of another format version. Says what to do.
+    """
+    raw = _parse(data)
+    name = raw.get("name")
+    hint = rebuild_hint(name if isinstance(name, str) else None)
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{MANIFEST_NAME}: format version {version!r}, and this plancast reads version {FORMAT_VERSION}; {hint}"
+        )
+    digest = raw.get("digest")
+    head, found, tail = data.rpartition(digest.encode()) if isinstance(digest, str) and digest else (b"", b"", b"")
+    if not found or hashlib.sha256(head + _NO_DIGEST.encode() + tail).hexdigest() != digest:
+        raise ArtifactError(f"{MANIFEST_NAME}: changed since it was written; {hint}")
+    try:
+        return msgspec.convert(raw, Manifest)
+    except msgspec.ValidationError as error:
+        raise ArtifactError(f"{MANIFEST_NAME}: {error}; {hint}") from None
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{MANIFEST_NAME}: not valid JSON, so cut short or damaged ({error}); {rebuild_hint()}"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ArtifactError(f"{MANIFEST_NAME}: holds no JSON object; {rebuild_hint()}")
+    return raw
