@@ -31,8 +31,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pass
 
 
-class BackendConfig(_Section):
-    """What compiles the engine and for which device. Every property is stated: nothing is left to a vendor's default."""
+class BackendConfig(_Section, frozen=True):
+    """What compiles the engine and for which device. Nothing is left to a vendor's default."""
 
     name: BackendName = "openvino"
     device: Literal["CPU"] = "CPU"
@@ -43,14 +43,14 @@ class BackendConfig(_Section):
     blob: bool = True  # keep the compiled form too, for a fast load
 
 
-class WeightsConfig(_Section):
+class WeightsConfig(_Section, frozen=True):
     """How weights are stored. `skip`: shell patterns of weight names that keep the compute dtype."""
 
     dtype: WeightDtype = "f32"
     skip: tuple[str, ...] = ()
 
 
-class KvConfig(_Section):
+class KvConfig(_Section, frozen=True):
     """How the KV cache is stored; `block_size` in tokens."""
 
     key: KvDtype = "f32"
@@ -58,7 +58,7 @@ class KvConfig(_Section):
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 32
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(_Section, frozen=True):
     """What the engine must be able to hold: tokens a sequence, sequences a step, tokens a step."""
 
     max_context_len: Annotated[int, Meta(ge=1, le=2**24)] = 2048
@@ -66,7 +66,7 @@ class LimitsConfig(_Section):
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 512
 
 
-class RuntimeConfig(_Section):
+class RuntimeConfig(_Section, frozen=True):
     """Defaults for serving; the command line overrides them."""
 
     kv_cache_memory: Size | None = None  # bytes; None: `kv_cache_memory_share` of free memory
@@ -77,7 +77,7 @@ class RuntimeConfig(_Section):
     tpot_slo: Seconds | None = None
 
 
-class QualityConfig(_Section):
+class QualityConfig(_Section, frozen=True):
     """Bounds on the parity figures; a build that breaks one fails. None: no bound."""
 
     max_kl: Annotated[float, Meta(gt=0)] | None = None  # nats a position, mean
@@ -85,7 +85,7 @@ class QualityConfig(_Section):
     max_perplexity_ratio: Annotated[float, Meta(ge=1)] | None = None  # engine / reference
 
 
-class ParityConfig(_Section):
+class ParityConfig(_Section, frozen=True):
     """The comparison with the Hugging Face model that each build makes."""
 
     enabled: bool = True
@@ -93,7 +93,7 @@ class ParityConfig(_Section):
     new_tokens: Annotated[int, Meta(ge=1, le=4096)] = 32
 
 
-class Recipe(_Section):
+class Recipe(_Section, frozen=True):
     """One engine. `model` is a zoo card's name, hub:owner/name[@revision], gguf:/path, or a folder path."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -110,7 +110,7 @@ class Recipe(_Section):
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as plain values, every default written out."""
-    return msgspec.to_builtins(recipe)
+    return msgspec.json.decode(msgspec.json.encode(recipe))  # tuples become lists, as in the manifest
 
 
 def recipe_from_dict(value: dict[str, Any]) -> Recipe:
