@@ -1,0 +1,1 @@
+"""The client side of an engine: the process it starts, watches and replaces, and the streams that it feeds."""
