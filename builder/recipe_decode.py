@@ -14,6 +14,7 @@ import msgspec
 
 from builder.recipe import Recipe
 from builder.recipe_yaml import Node, describe
+from runtime.errors import RecipeError
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -27,11 +28,20 @@ _SYNONYMS = {
 KeyPath = tuple[str, ...]
 
 
-def decode(root: Node) -> tuple[Recipe | None, list[str]]:
-    """The recipe that `root` (a mapping) spells, or None and the problems found, one line each."""
+def decode(root: Node) -> Recipe:
+    """The recipe that `root` (a mapping) spells. Raises `RecipeError` with every problem found, one line each."""
     decoder = _Decoder()
     value = decoder.struct(root, Recipe, ())
-    return (None, decoder.problems) if decoder.problems else (msgspec.convert(value, Recipe), [])
+    if decoder.problems:
+        raise RecipeError("\n".join(decoder.problems))
+    return msgspec.convert(value, Recipe)
+
+
+def layer_problems(layer: Node) -> list[str]:
+    """The problems of one file or override by itself: all but missing keys, which another layer may bring."""
+    decoder = _Decoder(partial=True)
+    decoder.struct(layer, Recipe, ())
+    return decoder.problems
 
 
 def field_type(path: KeyPath) -> Any:
@@ -79,7 +89,8 @@ def unknown_key(path: Sequence[str], where: str, fields: list[str]) -> str:
 
 
 class _Decoder:
-    def __init__(self) -> None:
+    def __init__(self, *, partial: bool = False) -> None:
+        self.partial = partial
         self.problems: list[str] = []
 
     def problem(self, node: Node, path: KeyPath, text: str) -> Any:
@@ -101,7 +112,7 @@ class _Decoder:
             else:
                 result[key] = self.value(child, fields[key], (*path, key))
         for field in msgspec.structs.fields(struct):
-            if field.required and field.name not in node.value:
+            if field.required and field.name not in node.value and not self.partial:
                 self.problem(node, (*path, field.name), f"missing; set it, or pass --set {field.name}=VALUE")
         return result
 

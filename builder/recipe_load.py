@@ -8,7 +8,7 @@ from pathlib import Path
 
 from builder.recipe import Recipe
 from builder.recipe_check import impossible
-from builder.recipe_decode import decode, field_type, key_paths, suggestion, unknown_key
+from builder.recipe_decode import decode, field_type, key_paths, layer_problems, suggestion, unknown_key
 from builder.recipe_yaml import Node, display, parse_yaml, read_yaml
 from runtime.errors import RecipeError
 
@@ -27,26 +27,32 @@ def load(name_or_path: str, overrides: list[str]) -> Recipe:
     """See `builder.recipe.load_recipe`."""
     path = find(name_or_path)
     root = _read_extended(path, ())
-    for override in overrides:
-        root = _merge(root, _parse_override(override))
+    layers = [_parse_override(override) for override in overrides]
+    _refuse([line for layer in layers for line in layer_problems(layer)])
+    for layer in layers:
+        root = _merge(root, layer)
     root.value.setdefault("name", Node(path.stem, display(path), path.stem))
-    recipe, problems = decode(root)
-    if recipe is not None:
-        problems = [f"{_where(root, p.path)}: {'.'.join(p.path)}: {p.text}" for p in impossible(recipe)]
-    if recipe is None or problems:
-        raise RecipeError("\n".join(problems))
+    recipe = decode(root)
+    _refuse([f"{_where(root, p.path)}: {'.'.join(p.path)}: {p.text}" for p in impossible(recipe)])
     return recipe
 
 
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
 def find(name_or_path: str, beside: Path | None = None) -> Path:
-    """The file of a recipe: a path, a file beside another recipe, or the name of a shipped one."""
+    """The file of a recipe: a path, a file beside another recipe's file, or the name of a shipped one."""
     given = Path(name_or_path).expanduser()
-    folder = beside or Path()
+    folder = beside.parent if beside else Path()
     if given.suffix in _SUFFIXES or os.sep in name_or_path:
         candidates = [folder / given] if given.suffix in _SUFFIXES else [folder / f"{given}{s}" for s in _SUFFIXES]
     else:
         candidates = [folder / f"{given}{suffix}" for suffix in _SUFFIXES] if beside else []
         candidates.append(RECIPES / f"{given}.yaml")
+        # A copy of a shipped recipe may extend it under the same name.
+        candidates = [candidate for candidate in candidates if not beside or candidate.resolve() != beside.resolve()]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -68,12 +74,13 @@ def _read_extended(path: Path, chain: tuple[Path, ...]) -> Node:
     node = _expand(read_yaml(path))
     node = _anchor_model(node, path.parent)
     parent = node.value.pop("extends", None)
+    _refuse(layer_problems(node))
     if parent is None:
         return node
     if not isinstance(parent.value, str):
         raise RecipeError(f"{parent.where}: extends: the name or path of one recipe is expected")
     try:
-        base_path = find(parent.value, beside=path.parent)
+        base_path = find(parent.value, beside=path)
     except RecipeError as error:
         raise RecipeError(f"{parent.where}: extends: {error}") from None
     base = _read_extended(base_path, (*chain, path_key))
