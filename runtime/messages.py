@@ -26,10 +26,14 @@ class EngineRequest(msgspec.Struct, kw_only=True, tag="add"):
     # Resume after a crash: what each of the n sequences has already delivered. They count as output: sampling
     # positions, penalties, min_tokens and max_tokens go on from there.
     resume_token_ids: list[list[int]] | None = None
+    resume_finished: list[int] = []  # indices of the sequences that are over already, and must not run
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
+    """Requests to end whole, and single sequences of requests (id, index) that a stop string ended."""
+
     request_ids: list[str]
+    sequences: list[tuple[str, int]] = []
 
 
 class Utility(msgspec.Struct, tag="utility"):

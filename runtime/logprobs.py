@@ -1,0 +1,45 @@
+"""Log probabilities: the log-softmax of the engine's own logits, before masks, penalties and temperature (as vLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.messages import TokenLogprobs
+from runtime.sampling.rows import ChunkedExp, top_ids
+
+
+class RowLogprobs:
+    """One row of logits, ready to be asked for log probabilities. Keep it no longer than the row."""
+
+    def __init__(self, row: NDArray[np.float32], exp: ChunkedExp):
+        self.row = row
+        self.log_sum = exp.log_sum(row)
+
+    def logprob(self, token_id: int) -> float:
+        """Natural log probability of the token."""
+        return float(self.row[token_id]) - self.log_sum
+
+    def rank(self, token_id: int) -> int:
+        """1 + the number of likelier tokens."""
+        return 1 + int(np.count_nonzero(self.row > self.row[token_id]))
+
+    def gather(self, token_id: int, num_top: int) -> TokenLogprobs:
+        """The token's entry, then those of the `num_top` likeliest tokens (-1: all), likeliest first."""
+        ids = top_ids(self.row, self.row.size if num_top < 0 else num_top)
+        return TokenLogprobs(
+            token_ids=[token_id, *ids.tolist()],
+            logprobs=[self.logprob(token_id), *(self.row[ids].astype(np.float64) - self.log_sum).tolist()],
+            ranks=[self.rank(token_id), *range(1, ids.size + 1)],
+        )
+
+
+def prompt_logprobs(logits: NDArray[np.float32], token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Log probabilities of a chunk of a prompt.
+
+    `logits` f32 [R, V]; `token_ids` [R]: the token that follows row i. `num_top` as `SamplingParams.prompt_logprobs`.
+    """
+    exp = ChunkedExp(logits.shape[1])
+    return [RowLogprobs(row, exp).gather(token, num_top) for row, token in zip(logits, token_ids, strict=True)]

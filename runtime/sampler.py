@@ -1,0 +1,149 @@
+"""The sampler: logits of many sequences in, one token each out.
+
+Each row takes only the passes that its parameters need: greedy rows one argmax, top-k rows one pass of chunk maxima,
+others one pass of exp. A row's token depends on its own logits, parameters, seed and output position and on nothing
+else in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import RequestError
+from runtime.logits_processors import LogitsProcessorFactory, build_processors
+from runtime.logprobs import RowLogprobs
+from runtime.messages import TokenLogprobs
+from runtime.sampling.rows import ChunkedExp, search_cdf
+from runtime.sampling.selection import select
+from runtime.sampling.state import SamplingState, fill_uniforms
+from runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from runtime.structured import GrammarCompiler
+
+__all__ = ["SampledToken", "Sampler", "SamplingState"]
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """A sampled token, or (`error`) why none could be: then only this sequence is affected."""
+
+    token_id: int
+    logprob: float | None = None  # of the engine's logits, where the request needs it
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class Sampler:
+    """Samples for one engine. Not thread-safe: it reuses its buffers."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        grammars: GrammarCompiler | None = None,
+        logits_processors: Iterable[LogitsProcessorFactory] = (),
+    ):
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._grammars = grammars
+        self._factories = tuple(logits_processors)
+        self._exp = ChunkedExp(vocab_size)
+        self._edited = np.empty(vocab_size, np.float32)
+
+    def new_state(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        sequence_index: int = 0,
+        output_token_ids: Sequence[int] = (),
+    ) -> SamplingState:
+        """The state of one sequence. `output_token_ids` are those that a resumed sequence has already.
+
+        Raises `RequestError` where the request's grammar does not compile.
+        """
+        grammar = None
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise RequestError(
+                    "structured output needs an engine with a tokenizer; this one has none", "structured_outputs"
+                )
+            grammar = self._grammars.compile(params.structured_outputs)
+        processors = build_processors(params, prompt_token_ids, self.eos_token_ids, self._factories)
+        return SamplingState(params, sequence_index, processors, grammar, output_token_ids)
+
+    def prefetch(self, states: Sequence[SamplingState]) -> None:
+        """Start on the grammar masks of `states` beside the model's step. `sample` waits for them."""
+        if self._grammars is not None:
+            self._grammars.prefetch([state.grammar for state in states if state.grammar is not None])
+
+    def sample(self, logits: NDArray[np.float32], states: Sequence[SamplingState]) -> list[SampledToken]:
+        """One token for each row of `logits` f32 [R, V], which is left as it is. The states are not advanced."""
+        lacking = [state for state in states if not state.greedy and state.needs_uniforms()]
+        if lacking:
+            fill_uniforms(lacking)
+        return [self._sample_row(row, state) for row, state in zip(logits, states, strict=True)]
+
+    def _sample_row(self, raw: NDArray[np.float32], state: SamplingState) -> SampledToken:
+        row = self.processed(raw, state)
+        if state.greedy:
+            token_id = int(row.argmax())
+            row_max = float(row[token_id])
+        else:
+            token_id, row_max = -1, float(row.max())
+        if not math.isfinite(row_max):
+            return SampledToken(-1, error=_why_no_token(raw, row_max))
+        if not state.greedy:
+            token_id = self._draw(row, row_max, state)
+        sampled = SampledToken(token_id)
+        if state.wants_logprob:
+            logprobs = RowLogprobs(raw, self._exp)
+            sampled.logprob = logprobs.logprob(token_id)
+            if state.num_top is not None:
+                sampled.logprobs = logprobs.gather(token_id, state.num_top)
+        return sampled
+
+    def processed(self, raw: NDArray[np.float32], state: SamplingState) -> NDArray[np.float32]:
+        """The row after processors and grammar: `raw` itself where there are none, else a buffer used again."""
+        if not state.processors and state.grammar is None:
+            return raw
+        row = self._edited
+        np.copyto(row, raw)
+        for processor in state.processors:
+            processor.apply(row)
+        if state.grammar is not None:
+            state.grammar.apply(row, raw)
+        return row
+
+    def _draw(self, row: NDArray[np.float32], row_max: float, state: SamplingState) -> int:
+        params = state.params
+        if not state.restricted:
+            sums, _ = self._exp.fill(row, row_max, params.temperature)
+            return self._exp.pick(sums, state.uniform())
+        ids, weights = select(
+            row,
+            row_max,
+            self._exp,
+            temperature=params.temperature,
+            top_k=state.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            typical_p=params.typical_p,
+        )
+        return int(ids[search_cdf(np.cumsum(weights), state.uniform())])
+
+
+def _why_no_token(raw: NDArray[np.float32], row_max: float) -> str:
+    if math.isfinite(float(raw.max())):
+        return (
+            "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar together "
+            "forbid the whole vocabulary"
+        )
+    return f"the engine's logits are not finite (their maximum is {row_max}), so nothing can be sampled from them"
