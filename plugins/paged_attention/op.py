@@ -26,12 +26,13 @@ OUTPUTS = ("attention",)
 
 DOC = """Causal attention of flat, unpadded tokens over a paged key/value cache that it updates in place.
 
-The tokens of `B` sequences lie one after the other: sequence `b` owns rows `query_starts[b]` to `query_starts[b + 1]` of
-`query [T, num_heads * head_size]`, `key [T, num_kv_heads * head_size]` and `value [T, num_kv_heads * v_head_size]`. Its
-blocks are `block_ids[block_starts[b]:block_starts[b + 1]]`, and `past_lens[b]` of its tokens are cached already. The new
-keys and values are written to their blocks, then row `i` of the sequence attends to the `past_lens[b] + i + 1` first tokens
-(the last `sliding_window` of them if it is > 0). Scores are `scale * q.k`, passed through `softcap * tanh(score / softcap)`
-if `softcap` > 0, plus `alibi_slopes[h] * (j - i)`; `sinks[h]` joins the softmax as one more score with no value."""
+The tokens of `B` sequences lie end to end: sequence `b` owns rows `query_starts[b]` to `query_starts[b + 1]` of
+`query [T, num_heads * head_size]`, `key [T, num_kv_heads * head_size]` and `value [T, num_kv_heads * v_head_size]`.
+Its blocks are `block_ids[block_starts[b]:block_starts[b + 1]]`, and `past_lens[b]` of its tokens are cached already.
+The new keys and values are written to their blocks, then row `i` of the sequence attends to its first
+`past_lens[b] + i + 1` tokens (to the last `sliding_window` of them if that is > 0). Scores are `scale * q.k`, passed
+through `softcap * tanh(score / softcap)` if `softcap` > 0, plus `alibi_slopes[h] * (key - query position)`; `sinks[h]`
+joins the softmax as one more score that has no value."""
 
 _T = "tensor(float)", "tensor(float16)", "tensor(bfloat16)"
 _CACHE = (*_T, "tensor(int8)", "tensor(uint8)", "tensor(float8e4m3fn)", "tensor(float8e5m2)")

@@ -1,0 +1,42 @@
+"""A checkpoint becomes an ONNX graph with `plancast::PagedAttention` nodes, without a weight being loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from zoo.checkpoint import Checkpoint
+
+
+def trace(checkpoint: Checkpoint, *, max_context_len: int, trust_remote_code: bool = False) -> ir.Model:
+    """Trace a causal language model over flat tokens, in f32, at opset 23.
+
+    Inputs: input_ids, position_ids `i64[T]`; past_lens `i32[B]`; query_starts, block_starts `i32[B + 1]`; block_ids
+    `i32[N]`; max_context_len `i32[]`; logits_rows `i64[R]`; for each layer key_cache.{i}
+    `f32[num_blocks, Hkv, block_size, D]` and value_cache.{i} `f32[num_blocks, Hkv, block_size, Dv]`. Output: logits
+    `f32[R, V]`. The initializers bear the names of the model's weights and stay in the checkpoint's files until read.
+
+    Args:
+        checkpoint: a Hugging Face style folder.
+        max_context_len: tokens; longrope takes the table that this length asks for.
+        trust_remote_code: let the checkpoint bring its own modelling code.
+
+    Raises:
+        BuildError: the model is of a kind that cannot be traced right, or its weights do not fit its config.
+    """
+    from builder.tracing.capture import capture, instantiate
+    from builder.tracing.cleanup import cleanup
+    from builder.tracing.config import load_config
+    from builder.tracing.signature import name_dimensions, wire_caches
+    from builder.tracing.weights import attach_weights
+
+    config = load_config(checkpoint, trust_remote_code=trust_remote_code)
+    model = instantiate(config, trust_remote_code=trust_remote_code)
+    traced = capture(model)
+    cleanup(traced)
+    name_dimensions(traced)
+    wire_caches(traced)
+    attach_weights(traced, model, checkpoint)
+    return traced
