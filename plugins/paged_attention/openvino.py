@@ -23,9 +23,9 @@ from plugins.paged_attention.op import DOMAIN, INPUTS, OP_TYPE
 OV_OP_TYPE = "PagedAttentionExtension"
 BLOCK_SIZE = 32  # the CPU plugin's only block size
 
-# The CPU plugin's name for each kv_dtype of ours. int8 cells are asymmetric, a scale and a zero point (f32 each) a token
-# and head. Key and value must have the same dtype, which must go with the compute dtype; any other pair compiles, and
-# fails at the first step (measured on 2026.4.1).
+# The CPU plugin's name for each kv_dtype of ours. int8 cells are asymmetric: a scale and a zero point (f32 each) a
+# token and head. Key and value must have the same dtype, which must go with the compute dtype; any other pair compiles,
+# and fails at the first step (measured on 2026.4.1).
 KV_PRECISIONS = {"f32": "f32", "f16": "f16", "bf16": "bf16", "int8": "u8"}
 KV_SCALE_BYTES = {"f32": 0, "f16": 0, "bf16": 0, "int8": 8}
 KV_DTYPES = {"f32": ("f32", "f16", "int8"), "bf16": ("bf16", "int8")}  # by compute dtype
@@ -73,7 +73,7 @@ class Placeholder(ov.Op):
     def clone_with_new_inputs(self, inputs: Any) -> Placeholder:
         return Placeholder(inputs)
 
-    def visit_attributes(self, _visitor: Any) -> bool:
+    def visit_attributes(self, arg0: Any) -> bool:
         return True
 
 

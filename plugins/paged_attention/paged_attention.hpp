@@ -5,9 +5,9 @@
 
 namespace plancast {
 
-// Creates OpenVINO's own paged-attention node when a serialized model is read, and puts back its run-time info: heads and
-// head sizes, which no serialized form keeps and without which the CPU plugin refuses the node. It does for compiled
-// blobs what `restore_head_sizes` in openvino.py does for IR.
+// Creates OpenVINO's own paged-attention node when IR or a compiled blob is read, and puts back its run-time info: heads
+// and head sizes, which no serialized form keeps and without which the CPU plugin refuses the node. It does in C++, and
+// so for blobs too, what `restore_nodes` in openvino.py does for IR.
 class RestoreHeadSizes : public ov::BaseOpExtension {
 public:
     const ov::DiscreteTypeInfo& get_type_info() const override;
