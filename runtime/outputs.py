@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from runtime.errors import PlancastError
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -55,6 +57,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: PlancastError | None = None  # the request failed: the front end raises it
 
     @property
     def num_cached_tokens(self) -> int:
