@@ -1,0 +1,1 @@
+"""The scheduler's parts: who waits and whose turn it is, which blocks a sequence holds, how long a step takes."""

@@ -1,0 +1,88 @@
+"""The host swap tier: KV blocks of preempted sequences in a memory-mapped file.
+
+`SwapSlots` is the bookkeeping, which the scheduler asks; `SwapFile` holds the bytes. The file is created sparse and
+unlinked at once: it takes disk only for what was swapped, and no crash can leave it behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+
+from runtime.errors import PlancastError
+
+
+class SwapSlots:
+    """Slots 0 to `num_slots` - 1, each as large as one block, each held by one preempted request."""
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._used: set[int] = set()
+
+    @property
+    def num_used(self) -> int:
+        return len(self._used)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` slots, or None where fewer are free. The lowest ones come first, so that the file stays short."""
+        if count > len(self._free):
+            return None
+        slots = [self._free.pop() for _ in range(count)]
+        self._used.update(slots)
+        return slots
+
+    def free(self, slot: int) -> None:
+        """Give a slot back. What it holds may be read until the next `allocate`."""
+        if slot not in self._used:
+            raise ValueError(f"swap slot {slot} is freed twice")
+        self._used.remove(slot)
+        self._free.append(slot)
+
+    def check(self, expected: set[int]) -> None:
+        """Assert that exactly the `expected` slots are in use."""
+        if self._used != expected:
+            raise AssertionError(f"swap slots in use {sorted(self._used)}, expected {sorted(expected)}")
+        if sorted(self._free + list(self._used)) != list(range(self.num_slots)):
+            raise AssertionError("swap slots are lost or doubled")
+
+
+class SwapFile:
+    """Block contents by slot. Raises `PlancastError` where the folder cannot hold the file."""
+
+    def __init__(self, num_slots: int, block_bytes: int, folder: str | None = None):
+        self.block_bytes = block_bytes
+        size = num_slots * block_bytes
+        try:
+            with tempfile.TemporaryFile(prefix="plancast-swap-", dir=folder) as file:
+                free = os.fstatvfs(file.fileno())
+                if size > free.f_bavail * free.f_frsize:
+                    raise OSError(errno.ENOSPC, f"{free.f_bavail * free.f_frsize} bytes are free")
+                os.ftruncate(file.fileno(), size)
+                self._map: mmap.mmap | None = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            where = folder or tempfile.gettempdir()
+            raise PlancastError(
+                f"cannot make a swap file of {size} bytes in {where}: {error.strerror or error}. "
+                f"Lower swap_space, or set swap_folder to a folder with room"
+            ) from error
+
+    def write(self, slot: int, data: bytes) -> None:
+        """Keep a block's contents, at most `block_bytes` of them."""
+        assert self._map is not None
+        if len(data) != self.block_bytes:
+            raise ValueError(f"a block has {len(data)} bytes, the swap file's slots {self.block_bytes}")
+        self._map[slot * self.block_bytes : (slot + 1) * self.block_bytes] = data
+
+    def read(self, slot: int) -> bytes:
+        """What was last written to the slot."""
+        assert self._map is not None
+        return self._map[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        """Give the disk back. Idempotent."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
