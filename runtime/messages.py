@@ -110,6 +110,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_cache_queries: int = 0  # tokens asked for
     prefix_cache_hits: int = 0  # tokens found
     preemptions: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    requests_in_slo: int = 0  # finished ones that met ttft_slo and tpot_slo (goodput); all where none is set
+    tokens_in_slo: int = 0  # the output tokens of those
     requests_finished: int = 0
     requests_aborted: int = 0
     spec_decode_num_drafts: int = 0
@@ -131,6 +135,21 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     num_blocks: int
     load_seconds: float
     load_source: str  # blob | ir
+    kv_cache_bytes: int = 0
+    kv_cache_reason: str = ""  # how its size came about, for people
+    notes: list[str] = []  # what works less well here than it could, for people
 
 
-FromEngine = Union[StepOutputs, UtilityReply, Ready]  # noqa: UP007
+class EngineFailure(msgspec.Struct, kw_only=True, tag="failure"):
+    """The last word of a core that could not load, or whose executor failed in a step."""
+
+    error: str  # for people
+    error_class: str = "EngineDeadError"  # the name of its class in runtime.errors
+    traceback: str = ""  # for us
+
+
+class Stopped(msgspec.Struct, tag="stopped"):
+    """The last word of a core that was shut down."""
+
+
+FromEngine = Union[StepOutputs, UtilityReply, Ready, EngineFailure, Stopped]  # noqa: UP007
