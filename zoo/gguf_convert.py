@@ -14,7 +14,7 @@ from typing import Any
 
 from runtime.errors import ZooError
 from zoo.gguf_header import GgufHeader
-from zoo.progress import Progress
+from zoo.progress import Progress, forwarding_tqdm
 from zoo.store import require_disk, require_memory
 
 VERSION = 1  # raise it whenever the same file would give another folder
@@ -49,9 +49,9 @@ def _write_weights(header: GgufHeader, folder: Path) -> dict[str, Any]:
         import torch
         from transformers import AutoModelForCausalLM, GgufConfig
     except ImportError as error:
-        raise ZooError(f"converting a GGUF file needs the build extra ({error}): pip install 'plancast[build]'") from None
+        raise _no_build_extra(error) from None
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
             str(header.path.parent),
             gguf_file=header.path.name,
             quantization_config=GgufConfig(dequantize=True),
@@ -68,8 +68,8 @@ def _write_weights(header: GgufHeader, folder: Path) -> dict[str, Any]:
         names = sorted(str(name) for name in info.get(kind) or ())
         if names:
             raise ZooError(
-                f"{header.path}: {kind.replace('_', ' ')} after the conversion ({len(names)}, first {names[0]}), so the "
-                f"model would be wrong; use the model's original repository in safetensors form"
+                f"{header.path}: {kind.replace('_', ' ')} after the conversion ({len(names)}, first {names[0]}), so "
+                "the model would be wrong; use the model's original repository in safetensors form"
             )
     model.save_pretrained(str(folder), max_shard_size="1TB")
     (folder / "model.safetensors").chmod(0o644)
@@ -101,10 +101,10 @@ def _check_tokenizer(header: GgufHeader) -> None:
         return
     rule = header.metadata.get("tokenizer.ggml.pre")
     try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError as error:
-        raise ZooError(f"converting a GGUF file needs the build extra ({error}): pip install 'plancast[build]'") from None
-    if rule not in _DIGITS_THEN_GPT2 and rule not in _GPT2 and rule not in known:
+        raise _no_build_extra(error) from None
+    if rule not in _DIGITS_THEN_GPT2 and rule not in _GPT2 and rule not in GGUF_PRE_TOKENIZER_SPLITS:
         raise ZooError(
             f"{header.path}: its pre-tokenizer is {rule!r}, which is not known, so text would be split wrongly; "
             "use the model's original repository in safetensors form"
@@ -129,6 +129,8 @@ def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
         _write_json(path, content)
     path = folder / "tokenizer_config.json"
     settings = {key: value for key, value in json.loads(path.read_text()).items() if key not in _TOKENIZER_NOISE}
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # the name that older readers know as well
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if header.context_length:
         settings["model_max_length"] = header.context_length
     _write_json(path, settings)
@@ -153,7 +155,7 @@ def _f32_values(header: GgufHeader) -> set[float]:
 
 
 def _shortest_floats(value: Any, f32_values: set[float]) -> Any:
-    """Spell what the file holds as f32 with the fewest digits that give the same f32: 9.999999747378752e-06 is 1e-05."""
+    """Spell the file's f32 values with the fewest digits that give the same f32: 9.999999747378752e-06 is 1e-05."""
     import numpy as np
 
     if isinstance(value, dict):
@@ -167,6 +169,10 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _no_build_extra(error: ImportError) -> ZooError:
+    return ZooError(f"converting a GGUF file needs the build extra ({error}): pip install 'plancast[build]'")
+
+
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
@@ -176,22 +182,12 @@ def _one_line(error: Exception) -> str:
 def _quiet_transformers(progress: Progress) -> Iterator[None]:
     """Send the conversion's own progress to `progress`, and nothing of it to the terminal."""
     import transformers.modeling_gguf_pytorch_utils as loader
-    from tqdm import tqdm
     from transformers.utils import logging
-
-    class Bar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **{**kwargs, "disable": True})
-
-        def __iter__(self) -> Iterator[Any]:
-            for done, item in enumerate(self.iterable or ()):
-                progress.update("dequantizing tensors", done, self.total or len(self.iterable))
-                yield item
 
     verbosity, bar = logging.get_verbosity(), getattr(loader, "tqdm", None)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loader.tqdm = Bar  # type: ignore[assignment]
+    loader.tqdm = forwarding_tqdm(progress, "dequantizing tensors")  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -85,7 +85,7 @@ class GgufHeader:
         return self.metadata.get(f"{self.architecture}.context_length")
 
 
-class _Truncated(Exception):
+class _TruncatedError(Exception):
     pass
 
 
@@ -99,7 +99,7 @@ class _Reader:
     def take(self, size: int) -> int:
         start = self.position
         if size > len(self.buffer) - start:
-            raise _Truncated
+            raise _TruncatedError
         self.position = start + size
         return start
 
@@ -127,7 +127,7 @@ class _Reader:
         if element != _STRING:
             raise ValueError(f"a metadata array of unknown element type {element}")
         if count > (len(self.buffer) - self.position) // 8:  # each string takes eight bytes at least
-            raise _Truncated
+            raise _TruncatedError
         return [self.string() for _ in range(count)]
 
 
@@ -145,9 +145,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
         try:
             return _parse(path, _Reader(buffer), size)
-        except _Truncated:
+        except _TruncatedError:
             raise ZooError(
-                f"{path} is truncated or corrupt: its header runs past the end of the file ({size} bytes); fetch it again"
+                f"{path} is truncated or corrupt: its header runs past the file's end ({size} bytes); fetch it again"
             ) from None
         except (ValueError, struct.error) as error:  # UnicodeDecodeError is a ValueError
             raise ZooError(f"{path} is a corrupt GGUF file: {error}; fetch it again") from None
@@ -203,7 +203,5 @@ def _tensor(path: Path, size: int, data_start: int, name: str, shape: tuple[int,
     nbytes = prod(shape) // block_elements * block_bytes
     end = data_start + offset + nbytes
     if end > size:
-        raise ZooError(
-            f"{path} is truncated: tensor {name!r} ends at byte {end}, the file has {size}; fetch it again"
-        )
+        raise ZooError(f"{path} is truncated: tensor {name!r} ends at byte {end}, the file has {size}; fetch it again")
     return GgufTensor(name, shape, type_name, data_start + offset, nbytes)

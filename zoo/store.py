@@ -1,10 +1,10 @@
 """Where plancast keeps what it pulled: folders that appear whole or not at all, and one puller at a time.
 
-    $PLANCAST_HOME (default ~/.cache/plancast)
-      models/NAME-HASH/    Hugging Face style folders made from GGUF files
-      pulled/NAME.json     which source a model was last pulled from
-      downloads/           files on their way
-      hashes/, locks/      SHA-256 of large files, one lock a model
+$PLANCAST_HOME (default ~/.cache/plancast)
+  models/NAME-HASH/    Hugging Face style folders made from GGUF files
+  pulled/NAME.json     which source a model was last pulled from
+  downloads/           files on their way
+  hashes/, locks/      SHA-256 of large files, one lock a model
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
@@ -33,7 +34,7 @@ def home() -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ZooError(f"cannot make the store {root}: {error.strerror}; set PLANCAST_HOME to a folder you own") from None
+        raise ZooError(f"cannot make {root}: {error.strerror}; set PLANCAST_HOME to a folder of yours") from None
     return root
 
 
@@ -134,11 +135,7 @@ def _available_memory() -> int | None:
 
 def format_bytes(nbytes: int) -> str:
     """`nbytes` for a person, in binary units: 1.2 GiB."""
-    size = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size /= 1024
-    else:
-        unit = "TiB"
-    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+    if nbytes < 1024:
+        return f"{nbytes} bytes"
+    power = min(int(math.log(nbytes, 1024)), 4)
+    return f"{nbytes / 1024**power:.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
