@@ -77,18 +77,21 @@ def plan_kv_cache(
     *,
     max_num_seqs: int,
     max_context_len: int,
+    num_blocks: int | None = None,
     kv_cache_memory: int | None = None,
     share: float = 0.4,
     free: FreeMemory | None = None,
 ) -> KvCachePlan:
     """How many KV blocks to allocate.
 
-    `kv_cache_memory` bytes where given; else `share` of the free memory, but no more than `max_num_seqs` sequences of
-    `max_context_len` tokens could ever fill. Raises `PlancastError` with the numbers where the size asked for is not
-    there, or holds not even one block.
+    `num_blocks` or `kv_cache_memory` bytes where given; else `share` of the free memory, but no more than
+    `max_num_seqs` sequences of `max_context_len` tokens could ever fill. Raises `PlancastError` with the numbers where
+    the size asked for is not there, or holds not even one block.
     """
-    free = free or available_memory()
     block = layout.bytes_per_block
+    if num_blocks is not None:
+        return KvCachePlan(num_blocks, num_blocks * block, f"{num_blocks} blocks asked for")
+    free = free or available_memory()
     if kv_cache_memory is not None:
         budget, reason = kv_cache_memory, f"{format_size(kv_cache_memory)} asked for"
         if budget > free.bytes:

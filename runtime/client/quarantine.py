@@ -1,7 +1,7 @@
 """Finds the request that kills the engine, so that it is refused alone. Pure bookkeeping: no process, no clock.
 
-A request is suspect when it was in flight at two crashes in a row without going on in between: what kills an engine does
-so again at the same place. Suspects are then run in groups, with nothing else in the engine. A group that dies is
+A request is suspect when it was in flight at two crashes in a row without going on in between: what kills an engine
+does so again at the same place. Suspects are then run in groups, with nothing else in the engine. A group that dies is
 halved; a member that goes on past its place is cleared; one that dies with nothing beside it is convicted. Every crash
 of a search halves a group, so k culprits among n suspects cost at most about k * log2(n) crashes, and nobody is
 convicted for a neighbour's fault.
