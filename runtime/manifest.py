@@ -85,6 +85,8 @@ class Parity(msgspec.Struct, kw_only=True):
     greedy_prompts: int
     greedy_tokens: int
     greedy_matching_prompts: int  # identical to the last token
+    greedy_matching_tokens: int = 0  # up to the first difference of each prompt
+    positions: int = 0  # of the text, over which the figures below are
     mean_kl: float
     p99_kl: float
     top1_agreement: float  # share of positions
