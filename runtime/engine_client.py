@@ -19,7 +19,7 @@ import msgspec
 from runtime import errors
 from runtime.engine_loop import EngineLoop, refusal
 from runtime.engine_process import EngineSpec, failure, open_engine
-from runtime.errors import EngineDeadError, OverloadedError, PlancastError, QueueTimeoutError, RequestError
+from runtime.errors import EngineDeadError, PlancastError
 from runtime.messages import (
     AbortRequests,
     EngineFailure,
@@ -85,21 +85,6 @@ class EngineClient(Protocol):
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests go on for at most `drain_s` seconds, end the others, and free everything. Idempotent."""
         ...
-
-
-def error_of(delta: RequestDelta) -> PlancastError | None:
-    """The error that a delta carries, as one of ours."""
-    if delta.error is None:
-        return None
-    match delta.error_kind:
-        case "request":
-            return RequestError(delta.error)
-        case "overloaded":
-            return OverloadedError(delta.error)
-        case "queue_timeout":
-            return QueueTimeoutError(delta.error)
-        case _:
-            return EngineDeadError(delta.error)
 
 
 def failure_error(message: EngineFailure) -> PlancastError:
@@ -267,6 +252,7 @@ _GAUGES = {
     "num_blocks",
     "num_free_blocks",
     "num_cached_blocks",
+    "peak_used_blocks",
     "block_size",
     "block_states",
 }

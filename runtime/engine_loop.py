@@ -47,6 +47,7 @@ class EngineLoop:
         self._is_wanted = is_wanted
         self._deadline: float | None = None  # monotonic; set once shutting down
         self._stats_due = 0.0
+        self._peak_used_blocks = 0
 
     def run(self) -> None:
         """Returns when shut down. Whatever the executor raises in a step passes through."""
@@ -55,6 +56,8 @@ class EngineLoop:
                 self._handle(message)
             if self._core.has_work() and not self._is_over():
                 outputs = self._core.step()
+                pool = self._core.kv.pool
+                self._peak_used_blocks = max(self._peak_used_blocks, pool.num_blocks - pool.num_free)
                 if outputs.deltas:
                     self._attach_stats(outputs)
                     self._channel.send(outputs)
@@ -70,7 +73,7 @@ class EngineLoop:
     def _attach_stats(self, outputs: StepOutputs) -> None:
         now = time.monotonic()
         if outputs.stats is None and now >= self._stats_due:
-            outputs.stats = self._core.stats()
+            outputs.stats = self._stats()
             self._stats_due = now + STATS_INTERVAL_S
 
     def _handle(self, message: ToEngine) -> None:
@@ -87,13 +90,17 @@ class EngineLoop:
             case Shutdown():
                 self._deadline = time.monotonic() + message.drain_s
 
+    def _stats(self, **args: bool) -> EngineStats:
+        stats = self._core.stats(**args)
+        stats.peak_used_blocks = self._peak_used_blocks
+        return stats
+
     def _call(self, call: Utility) -> UtilityReply:
         match call.method:
             case "ping":
                 return UtilityReply(call_id=call.call_id, result="pong")
             case "stats":
-                stats: EngineStats = self._core.stats(**call.args)
-                return UtilityReply(call_id=call.call_id, result=stats)
+                return UtilityReply(call_id=call.call_id, result=self._stats(**call.args))
             case "reset_prefix_cache":
                 return UtilityReply(call_id=call.call_id, result=self._core.reset_prefix_cache())
             case _:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from runtime.engine_core import EngineCore
     from runtime.executor import Executor
 
+DEFAULT_FACTORY = "runtime.executors:open_executor"
 EXIT_FAILED = 70
 _PR_SET_PDEATHSIG = 1
 # Answers that were sent get this long to leave at exit.
@@ -47,7 +48,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, frozen=True):
     config: EngineConfig
     artifact: str | None = None
     verify: str = "quick"  # quick | full
-    factory: str = "runtime.executors:open_executor"
+    factory: str = DEFAULT_FACTORY
     factory_args: dict[str, Any] = {}
 
 

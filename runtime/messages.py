@@ -104,6 +104,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_free_blocks: int = 0  # free for allocation, cached-but-unreferenced ones included
     num_cached_blocks: int = 0
     block_size: int = 0
+    peak_used_blocks: int = 0  # the most that sequences held after a step
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

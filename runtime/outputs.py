@@ -33,6 +33,16 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def add(self, later: CompletionOutput) -> None:
+        """Take in the delta that follows this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        if later.cumulative_logprob is not None:
+            self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -62,3 +72,16 @@ class RequestOutput:
     @property
     def num_cached_tokens(self) -> int:
         return self.metrics.num_cached_tokens
+
+    def add(self, later: RequestOutput) -> None:
+        """Take in the delta that follows this one (or follows all that it holds so far)."""
+        by_index = {output.index: output for output in self.outputs}
+        for new in later.outputs:
+            known = by_index.get(new.index)
+            if known is None:
+                self.outputs.append(new)
+            else:
+                known.add(new)
+        if later.prompt_logprobs:
+            self.prompt_logprobs = (self.prompt_logprobs or []) + later.prompt_logprobs
+        self.finished, self.metrics, self.error = later.finished, later.metrics, later.error

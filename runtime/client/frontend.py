@@ -1,0 +1,300 @@
+"""What `LLM` and `AsyncLLM` share: a prompt becomes a request, and each answer finds whoever waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from runtime.artifact import Artifact
+from runtime.client.process_engine import MAX_RESTARTS, ProcessEngine
+from runtime.config import EngineConfig
+from runtime.engine_client import EngineClient, InProcessEngine
+from runtime.engine_process import DEFAULT_FACTORY, EngineSpec
+from runtime.errors import PlancastError, RequestError
+from runtime.memory import parse_size
+from runtime.messages import AbortRequests, EngineRequest, RequestDelta
+from runtime.output_processor import OutputProcessor
+from runtime.outputs import RequestOutput
+from runtime.sampling_params import SamplingParams
+from runtime.tokenizer import Tokenizer, read_json
+
+if TYPE_CHECKING:
+    from runtime.chat_template import ChatTemplate
+
+# A prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+BoxT = TypeVar("BoxT")
+
+logger = logging.getLogger("plancast.engine")
+# The environment may name another executor: for tests of whole processes.
+_FACTORY_VARIABLE = "PLANCAST_EXECUTOR_FACTORY"
+# What a model's generation_config.json may set, under the same names.
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Frontend(Generic[BoxT]):
+    """A loaded model: its tokenizer, chat template and engine, and the requests under way.
+
+    Answers go to `deliver`, called from the engine's thread with all that one step brought: pairs of the box that
+    `submit` was given and a `RequestOutput`.
+
+    Args:
+        artifact: its folder.
+        in_process: the engine runs in a thread here; else in a process of its own, which is replaced when it dies.
+        num_threads: of the engine; None: the artifact's default, or the machine's cores.
+        kv_cache_memory: bytes, or a size such as "1GiB"; None: the artifact's default, or a share of the free memory.
+        verify: "quick", or "full" to hash every file first.
+        max_logprobs: the most log probabilities a position that a request may ask for; -1: no limit.
+        max_restarts: deaths of the engine's process within five minutes that are mended.
+        executor_factory: `module:function` that opens the engine, and `executor_args` for it.
+        engine_options: fields of `EngineConfig`.
+
+    Raises:
+        PlancastError: the artifact, an option or the memory does not serve. The message says what to do.
+    """
+
+    def __init__(
+        self,
+        artifact: str | os.PathLike[str],
+        deliver: Callable[[list[tuple[BoxT, RequestOutput]]], None],
+        *,
+        in_process: bool,
+        num_threads: int | None = None,
+        kv_cache_memory: int | str | None = None,
+        verify: str = "quick",
+        max_logprobs: int = 20,
+        max_restarts: int = MAX_RESTARTS,
+        executor_factory: str | None = None,
+        executor_args: dict[str, Any] | None = None,
+        **engine_options: Any,
+    ):
+        if verify not in ("quick", "full"):
+            raise PlancastError(f"verify is {verify!r}: choose quick or full")
+        opened = Artifact.open(artifact)
+        self.manifest = opened.manifest
+        self.config = EngineConfig.from_manifest(
+            opened.manifest,
+            kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
+            **engine_options,
+        )
+        self.tokenizer = Tokenizer.load(opened.path)
+        self.chat_template = _load_chat_template(opened.path, self.tokenizer)
+        self._generation_config = read_json(opened.path / "generation_config.json")
+        self._max_logprobs = max_logprobs
+        self._deliver = deliver
+        self._lock = threading.RLock()  # guards the processor and the boxes
+        self._processor = OutputProcessor(self.tokenizer)
+        self._boxes: dict[str, BoxT] = {}
+        self._numbers = itertools.count()
+        factory_args = dict(executor_args or {})
+        threads = num_threads if num_threads is not None else opened.manifest.defaults.num_threads
+        if threads is not None:
+            factory_args["num_threads"] = threads
+        spec = EngineSpec(
+            config=self.config,
+            artifact=str(opened.path),
+            verify=verify,
+            factory=executor_factory or os.environ.get(_FACTORY_VARIABLE) or DEFAULT_FACTORY,
+            factory_args=factory_args,
+        )
+        self.engine: EngineClient
+        if in_process:
+            self.engine = InProcessEngine(spec, self)
+        else:
+            self.engine = ProcessEngine(spec, self, max_restarts=max_restarts)
+        for note in self.engine.ready.notes:
+            logger.warning("%s", note)
+
+    # What a model offers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.model.vocab_size
+
+    @property
+    def max_context_len(self) -> int:
+        return self.config.max_context_len
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._boxes)
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """`SamplingParams` with what the model's generation config sets, and `changes` (None: no change) on top."""
+        values = {name: self._generation_config.get(name) for name in _GENERATION_DEFAULTS}
+        values.update({name: value for name, value in changes.items() if value is not None})
+        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The model's generation_config.json; {} where it has none."""
+        return self._generation_config
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt text of a conversation. Raises `RequestError` where there is no template, or it refuses."""
+        if self.chat_template is None:
+            raise RequestError(
+                f"{self.manifest.name} has no chat template, so it cannot chat: give a prompt instead", "messages"
+            )
+        return self.chat_template.render(messages, **options)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """The prompt of a conversation, text and token ids: the template says all, nothing is added to it."""
+        text = self.render_chat(messages, **options)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    # Requests
+
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
+        """A prompt's text, where it has one, and its token ids, with exactly one BOS where the model wants one.
+
+        Raises:
+            RequestError: the prompt is none, or holds an id that the vocabulary lacks.
+        """
+        if isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
+            if "prompt_token_ids" in prompt:
+                return text if isinstance(text, str) else None, self._checked_ids(prompt["prompt_token_ids"])
+            if not isinstance(text, str):
+                keys = ", ".join(map(repr, prompt)) or "nothing"
+                raise RequestError(f"a prompt must hold 'prompt' (text) or 'prompt_token_ids', not {keys}", "prompt")
+            prompt = text
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return None, self._checked_ids(prompt)
+
+    def _checked_ids(self, ids: Any) -> list[int]:
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+            raise RequestError(f"a prompt must be text or a list of token ids, not {type(ids).__name__}", "prompt")
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"the prompt holds {token_id!r}; token ids of this model are whole numbers from 0 to "
+                    f"{self.vocab_size - 1}",
+                    "prompt",
+                )
+        return list(ids)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[EngineRequest, str | None]:
+        """The checked request, and the prompt's text. Nothing is sent.
+
+        Raises:
+            RequestError: names the field, its value and its limit.
+        """
+        params.verify(vocab_size=self.vocab_size, max_context_len=self.max_context_len, max_logprobs=self._max_logprobs)
+        text, token_ids = self.tokenize(prompt)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._num_kept(params) :]
+        params.verify(
+            vocab_size=self.vocab_size,
+            max_context_len=self.max_context_len,
+            prompt_len=len(token_ids),
+            max_logprobs=self._max_logprobs,
+        )
+        if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
+            raise RequestError(f"priority must be a whole number of 32 bits, got {priority!r}", "priority")
+        request = EngineRequest(
+            request_id=request_id if request_id is not None else f"request-{next(self._numbers)}",
+            prompt_token_ids=token_ids,
+            params=params.resolved(self.tokenizer),
+            arrival_time=time.monotonic(),
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+        )
+        return request, text
+
+    def _num_kept(self, params: SamplingParams) -> int:
+        """Prompt tokens to keep, the last ones; -1 keeps what leaves room for the output."""
+        assert params.truncate_prompt_tokens is not None
+        if params.truncate_prompt_tokens > 0:
+            return params.truncate_prompt_tokens
+        return max(1, self.max_context_len - (params.max_tokens or 1))
+
+    def submit(self, request: EngineRequest, text: str | None, box: BoxT, *, stream: bool) -> None:
+        """Hand a prepared request to the engine. Its outputs go to `box`: deltas (`stream`), or one at the end.
+
+        Raises:
+            RequestError: its id is in use, or it cannot be streamed (`best_of`).
+            EngineDeadError: there is no engine any more.
+        """
+        with self._lock:
+            self._processor.add_request(request, text, stream=stream)
+            self._boxes[request.request_id] = box
+            try:
+                self.engine.add_request(request)
+            except BaseException:
+                self._forget(request.request_id)
+                raise
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests: each that is under way gets a last output with finish reason "abort". Others are ignored."""
+        with self._lock:
+            known = [request_id for request_id in request_ids if request_id in self._boxes]
+            if not known:
+                return
+            self.engine.abort(AbortRequests(known))
+            outputs = self._processor.abort(known)
+            self._deliver([(self._boxes.pop(output.request_id), output) for output in outputs])
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Let what runs go on for at most `drain_s` seconds, end the rest, and free the engine. Idempotent."""
+        self.engine.close(drain_s)
+
+    def _forget(self, request_id: str) -> None:
+        self._processor.remove_request(request_id)
+        self._boxes.pop(request_id, None)
+
+    # The engine's listener
+
+    def on_outputs(self, deltas: list[RequestDelta]) -> AbortRequests | None:
+        pairs: list[tuple[BoxT, RequestOutput]] = []
+        aborts = AbortRequests([], [])
+        with self._lock:
+            for delta in deltas:
+                outputs, ended = self._process(delta)
+                if ended is not None:
+                    aborts.request_ids += ended.request_ids
+                    aborts.sequences += ended.sequences
+                for output in outputs:
+                    box = self._boxes.get(output.request_id)
+                    if output.finished:
+                        self._boxes.pop(output.request_id, None)
+                    if box is not None:
+                        pairs.append((box, output))
+        if pairs:
+            self._deliver(pairs)
+        return aborts if aborts.request_ids or aborts.sequences else None
+
+    def _process(self, delta: RequestDelta) -> tuple[list[RequestOutput], AbortRequests | None]:
+        try:
+            return self._processor.process([delta])
+        except Exception as error:  # a fault of ours in one request's text must not stop the others
+            logger.exception("request %s: its answer could not be read", delta.request_id)
+            problem = PlancastError(f"the answer could not be read: {type(error).__name__}: {error}")
+            return self._processor.fail([delta.request_id], problem), AbortRequests([delta.request_id])
+
+    def resume_request(self, request_id: str) -> EngineRequest:
+        with self._lock:
+            return self._processor.resume_request(request_id)
+
+
+def _load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    from runtime.chat_template import ChatTemplate
+
+    return ChatTemplate.load(folder, tokenizer)
