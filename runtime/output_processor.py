@@ -193,16 +193,24 @@ class OutputProcessor:
         """The request that goes on where this one is, for a fresh core: the tokens delivered count as output."""
         state = self._requests[request_id]
         params = state.request.params
-        state.skip_prompt_logprobs = state.num_prompt_logprobs
+        if state.num_prompt_logprobs >= len(state.request.prompt_token_ids):
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        else:
+            state.skip_prompt_logprobs = state.num_prompt_logprobs
         if params.beam_width > 0:  # beams deliver nothing before their end
-            return state.request
+            return msgspec.structs.replace(state.request, params=params)
         for sequence in state.sequences:
             sequence.cumulative_base = sequence.cumulative_logprob or 0.0
         return msgspec.structs.replace(
             state.request,
+            params=params,
             resume_token_ids=[sequence.token_ids.copy() for sequence in state.sequences],
             resume_finished=[sequence.index for sequence in state.sequences if sequence.finish_reason is not None],
         )
+
+    def remove_request(self, request_id: str) -> None:
+        """Forget a request (also one that is not known): no output follows."""
+        self._requests.pop(request_id, None)
 
     def _apply(self, state: _Request, delta: RequestDelta, now: float) -> list[int]:
         """Take one request's delta. Returns the indices of the sequences that a stop string has ended."""
@@ -339,6 +347,8 @@ class OutputProcessor:
 def _best(state: _Request) -> list[_Sequence]:
     """The n sequences to return: of `best_of`, those with the highest cumulative log probability."""
     params = state.request.params
+    if params.beam_width > 0:  # there may be fewer hypotheses than n
+        return [sequence for sequence in state.sequences if sequence.finish_reason is not None]
     if params.num_sequences == params.n:
         return state.sequences
     ranked = sorted(
