@@ -1,0 +1,101 @@
+"""For operators: is it alive, is it ready, which version, what does it measure."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.errors import PlancastError
+from runtime.sampling_params import SamplingParams
+from runtime.server.docs import describe
+from runtime.server.errors import ApiError, Kind
+from runtime.server.generation import new_id
+from runtime.server.protocol.completions import ModelCard, ModelList
+from runtime.server.registry import ServedModel
+from runtime.server.routes.common import json_response
+from runtime.server.state import state_of
+
+router = APIRouter(tags=["Operation"])
+
+# A probe that waits longer in the queue says: not ready.
+PROBE_TIMEOUT_S = 10.0
+
+
+class Health(msgspec.Struct):
+    status: Literal["ok"] = "ok"
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+@router.get("/health", **describe(returns=Health, statuses=(503,)))
+@router.get("/ping", **describe(returns=Health, statuses=(503,)))
+async def health(request: Request) -> Response:
+    """Alive: the process answers and no engine is dead."""
+    for model in state_of(request).registry:
+        if not model.engine.is_alive:
+            raise ApiError(Kind.UNAVAILABLE, f"the engine of {model.name!r} is dead", code="engine_dead")
+    return json_response(Health())
+
+
+@router.get("/ready", **describe(returns=Health, statuses=(503,)))
+async def ready(request: Request) -> Response:
+    """Ready: not draining, and every engine answers a one-token probe."""
+    state = state_of(request)
+    state.admission.check(0)
+    if not len(state.registry):
+        raise ApiError(Kind.UNAVAILABLE, "no model is loaded", code="no_model")
+    for model in state.registry:
+        try:
+            await asyncio.wait_for(_probe(model), PROBE_TIMEOUT_S)
+        except TimeoutError:
+            message = f"the engine of {model.name!r} did not answer a probe within {PROBE_TIMEOUT_S:g} s"
+            raise ApiError(Kind.UNAVAILABLE, message, code="not_ready") from None
+        except PlancastError as error:
+            raise ApiError(Kind.UNAVAILABLE, f"{model.name!r} is not ready: {error}", code="not_ready") from None
+    return json_response(Health())
+
+
+async def _probe(model: ServedModel) -> None:
+    token = model.engine.tokenizer.eos_token_id or 0
+    params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    async for _ in model.engine.generate({"prompt_token_ids": [token]}, params, request_id=new_id("probe-")):
+        pass
+
+
+@router.get("/version", **describe(returns=Version))
+async def version(request: Request) -> Response:
+    """plancast's version."""
+    return json_response(Version(request.app.version))
+
+
+@router.get("/metrics", **describe(returns=str, media_type="text/plain"))
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics, under vLLM's names."""
+    state = state_of(request)
+    engines = {name: (model.engine.manifest, stats) for name, (model, stats) in (await state.stats()).items()}
+    content, content_type = state.metrics.render(request.headers.get("accept", ""), engines)
+    return Response(content, headers={"content-type": content_type})
+
+
+@router.get("/v1/models", tags=["OpenAI"], **describe(returns=ModelList))
+async def list_models(request: Request) -> Response:
+    """The models that are served."""
+    return json_response(ModelList(data=[_card(model) for model in state_of(request).registry]))
+
+
+@router.get("/v1/models/{model_name:path}", tags=["OpenAI"], **describe(returns=ModelCard, statuses=(404,)))
+async def get_model(request: Request, model_name: str) -> Response:
+    """One model."""
+    return json_response(_card(state_of(request).registry.get(model_name)))
+
+
+def _card(model: ServedModel) -> ModelCard:
+    root = model.engine.manifest.model.source
+    return ModelCard(id=model.name, created=model.created, root=root, max_model_len=model.max_context_len)
