@@ -1,8 +1,8 @@
-"""Beam search: which beams go on, which hypotheses are kept, and when to stop. Pure selection; the core moves the blocks.
+"""Beam search: which beams go on, which hypotheses are kept, when to stop. Pure selection; the core moves the blocks.
 
-The rules are transformers' (`GenerationMixin._beam_search`): (1 + number of EOS ids, at least 2) x `beam_width` candidates
-a step, of which only the best `beam_width` may end as hypotheses, ranked by sum(log p) / length^length_penalty, the
-length counting generated tokens. Scores are float32, as theirs.
+The rules are transformers' (`GenerationMixin._beam_search`): (1 + number of EOS ids, at least 2) x `beam_width`
+candidates a step, of which only the best `beam_width` may end as hypotheses, ranked by sum(log p) /
+length^length_penalty, the length counting generated tokens. Scores are float32, as theirs.
 """
 
 from __future__ import annotations
