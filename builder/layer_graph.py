@@ -19,6 +19,8 @@ from plugins.paged_attention.op import OP_TYPE as ATTENTION
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+GRAPH_NAME = "graph.json"  # the file of an artifact that holds `Graphs`
+
 # Shape arithmetic and small constants say nothing about a layer.
 _WEIGHT_ELEMENTS = 64
 

@@ -94,6 +94,11 @@ def measure(
         BuildError: the reference cannot be run, or the engine gives no finite logits.
     """
     tokens, prefix = _read_text(checkpoint.folder)
+    if max(tokens) >= executor.vocab_size:
+        raise BuildError(
+            f"{checkpoint.name}: its tokenizer gives the token id {max(tokens)}, and the model knows ids below "
+            f"{executor.vocab_size}: tokenizer.json belongs to another model"
+        )
     questions = make_questions(
         tokens, prefix, config, vocab_size=executor.vocab_size, max_context_len=manifest.limits.max_context_len
     )
@@ -204,7 +209,8 @@ def _read_text(folder: Path) -> tuple[list[int], list[int]]:
 
     tokenizer = Tokenizer.load(folder)
     text = TEXT.read_text(encoding="utf-8").replace("\n---\n", "\n")
-    return tokenizer.encode(text, add_special_tokens=False), tokenizer.encode("", add_special_tokens=True)
+    bos = tokenizer.bos_token_id
+    return tokenizer.encode(text, add_special_tokens=False), [bos] if tokenizer.adds_bos and bos is not None else []
 
 
 def _ask_reference(

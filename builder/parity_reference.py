@@ -122,4 +122,9 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except Exception as failure:  # the build shows its last line of stderr to a person
+        lines = str(failure).strip().splitlines() or [""]
+        print(f"{type(failure).__name__}: {lines[0]}", file=sys.stderr)
+        sys.exit(1)
