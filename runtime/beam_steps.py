@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.beam import BeamSearch
 from runtime.messages import SequenceDelta
 from runtime.scheduling.kv_manager import KvManager
 from runtime.sequence import Request, Sequence
 
 
-def start_beams(request: Request, eos_token_ids: Iterable[int]) -> None:
+def start_beams(request: Request) -> None:
     """Give a fresh request its search. Its one sequence becomes the beams once the prompt is computed."""
-    from runtime.beam import BeamSearch
-
     params = request.params
     request.beam = BeamSearch(
         beam_width=params.beam_width,
         n=params.n,
-        eos_token_ids=() if params.ignore_eos else tuple(eos_token_ids),
+        eos_token_ids=request.eos_token_ids | request.stop_token_ids,
         max_tokens=request.max_total_tokens - request.num_prompt_tokens,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,
         prompt_len=request.num_prompt_tokens,
+        processors=request.live[0].sampling.processors,
     )
 
 
@@ -62,15 +60,11 @@ def advance_beams(request: Request, logits: NDArray[np.float32], kv: KvManager) 
 
 def beam_result(request: Request) -> list[SequenceDelta]:
     """The best hypotheses, whole, best first. They replace whatever the request's sequences held."""
-    return [
-        SequenceDelta(
-            index,
-            list(hypothesis.token_ids),
-            None,
-            hypothesis.finish_reason,
-            None,
-            hypothesis.score,
-            replaces=True,
-        )
-        for index, hypothesis in enumerate(request.beam.hypotheses())
-    ]
+    results = []
+    for index, hypothesis in enumerate(request.beam.hypotheses()):
+        tokens, reason = hypothesis.token_ids, hypothesis.finish_reason
+        stop_reason = None
+        if reason == "stop" and tokens[-1] not in request.eos_token_ids:
+            stop_reason = tokens[-1]
+        results.append(SequenceDelta(index, tokens, None, reason, stop_reason, hypothesis.score, replaces=True))
+    return results

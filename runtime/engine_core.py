@@ -98,7 +98,7 @@ class EngineCore:
         for sequence in request.live:
             sequence.sampling = self.sampler.new_state(params, prompt, sequence.index, sequence.output_token_ids)
         if params.beam_width:
-            start_beams(request, self.config.eos_token_ids)
+            start_beams(request)
         self.requests[message.request_id] = request
         if message.user is not None:
             self._fair = True
@@ -234,7 +234,7 @@ class EngineCore:
         for request, beam_rows in beams.values():
             self._step_beams(request, logits[beam_rows])
         if targets:
-            chosen = logits if len(rows) == len(logits) and rows[-1] == len(rows) - 1 else logits[rows]
+            chosen = logits if rows == list(range(len(logits))) else logits[rows]
             self._take_tokens(targets, self.sampler.sample(chosen, [sequence.sampling for sequence in targets]))
 
     def _fork(self, request: Request) -> list[Sequence]:

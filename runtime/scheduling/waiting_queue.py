@@ -146,9 +146,10 @@ class WaitingQueue:
         """What a user who (re)joins starts from: the smallest count among the waiting, or the last one that left."""
         if self._waiting_of:
             self._floor = min(self._service[user] for user in self._waiting_of)
-        if len(self._service) > _REMEMBERED_USERS:  # whoever is at or below the floor would be lifted to it anyway
+        if len(self._service) > _REMEMBERED_USERS:  # forget those who came first; they start at the floor again
+            latest = set(list(self._service)[-_REMEMBERED_USERS // 2 :])
             self._service = {
-                user: count for user, count in self._service.items() if count > self._floor or user in self._waiting_of
+                user: count for user, count in self._service.items() if user in latest or user in self._waiting_of
             }
         return self._floor
 
