@@ -14,11 +14,9 @@ import msgspec
 
 from builder.recipe import Recipe
 from builder.recipe_yaml import Node, describe
-from runtime.errors import RecipeError
+from runtime.errors import PlancastError, RecipeError
+from runtime.memory import parse_size
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # Words that others use for ours, where the spelling alone would not lead there.
 _SYNONYMS = {
     "float32": "f32", "fp32": "f32", "float": "f32", "float16": "f16", "fp16": "f16", "half": "f16", "bfloat16": "bf16",
@@ -165,15 +163,10 @@ class _Decoder:
     def size(self, node: Node, path: KeyPath, optional: bool) -> Any:
         if not isinstance(node.value, str):
             return self.scalar(node, int, path, optional)
-        match = _SIZE.fullmatch(node.value)
-        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-        if not match or match[2].lower() not in units:
-            hint = suggestion(match[2] + "iB", list(_UNITS)) if match and match[2] else ""
-            return self.problem(
-                node, path, f"{_show(node)} is no size; a number of bytes, or with a unit: {', '.join(_UNITS)}{hint}"
-            )
-        number = float(match[1]) if "." in match[1] else int(match[1])
-        return int(number * units[match[2].lower()])
+        try:
+            return parse_size(node.value)
+        except PlancastError as error:
+            return self.problem(node, path, str(error))
 
     def bounded(self, node: Node, value: Any, metas: list[msgspec.Meta], path: KeyPath) -> Any:
         if value is None:

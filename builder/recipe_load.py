@@ -54,7 +54,7 @@ def find(name_or_path: str, beside: Path | None = None) -> Path:
         # A copy of a shipped recipe may extend it under the same name.
         candidates = [candidate for candidate in candidates if not beside or candidate.resolve() != beside.resolve()]
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # pathlib's raises where the name is too long
             return candidate
     if os.sep in name_or_path or given.suffix in _SUFFIXES:
         raise RecipeError(f"no recipe file at {candidates[0]}")

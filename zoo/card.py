@@ -102,9 +102,11 @@ def load_cards() -> dict[str, ModelCard]:
 
 
 def nearest(name: str, candidates: list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where no candidate is near."""
-    found = difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    """`; did you mean 'x'?`, or nothing where no candidate is near or holds `name`."""
+    word = name.lower()
+    found = [candidate for candidate in candidates if len(word) > 2 and word in candidate.lower()][:3]
+    found = found or difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(candidate) for candidate in found)}?" if found else ""
 
 
 def find_card(name: str) -> ModelCard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from runtime.errors import ZooError
 from zoo.card import ModelCard
 from zoo.hashing import sha256_file, sha256_text
+from zoo.progress import Progress
 from zoo.safetensors_header import TensorRef, read_safetensors_header
 
 INDEX = "model.safetensors.index.json"
@@ -76,13 +76,13 @@ class Checkpoint:
                 return template
         return None
 
-    @functools.cached_property
-    def content_hash(self) -> str:
-        """SHA-256 (hex) over weights, config, tokenizer and templates: all that a build reads from the folder."""
+    def file_hashes(self, progress: Progress | None = None) -> dict[str, str]:
+        """SHA-256 (hex) by name of every file that a build reads: weights, config, tokenizer, templates, code."""
         sides = [self.folder / name for name in SIDE_FILES if (self.folder / name).is_file()]
-        code = sorted(self.folder.glob("*.py"))
-        lines = [f"{path.name} {sha256_file(path)}" for path in (*sides, *code)]
-        return sha256_text("\n".join([*lines, f"weights {self.sha256 or _weights_hash(self.files)}"]))
+        code = sorted(self.folder.glob("*.py")) if self.config.get("auto_map") else []
+        hashes = {path.name: sha256_file(path, progress) for path in (*sides, *code)}
+        weights = find_weight_files(self.folder)
+        return hashes | {path.name: _weight_hash(path.resolve(), progress) for path in weights}
 
 
 def open_folder(
@@ -95,6 +95,7 @@ def open_folder(
     license: str | None = None,
     card: ModelCard | None = None,
     trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> Checkpoint:
     """Check the folder and open it as a checkpoint. `sha256` of the weights is computed unless given.
 
@@ -118,7 +119,7 @@ def open_folder(
         folder=folder,
         source=source,
         revision=revision,
-        sha256=sha256 or _weights_hash(files),
+        sha256=sha256 or _weights_hash(files, progress),
         license=license or (card.license if card else None),
         config=config,
         card=card,
@@ -226,16 +227,16 @@ def _read_tensors(folder: Path, files: tuple[Path, ...]) -> dict[str, TensorRef]
     return tensors
 
 
-def _weights_hash(files: tuple[Path, ...]) -> str:
+def _weights_hash(files: tuple[Path, ...], progress: Progress | None) -> str:
     """One file's own SHA-256; several files': that of the lines `sha256  name`."""
-    hashes = [(_blob_hash(file) or sha256_file(file), file.name) for file in files]
+    hashes = [(_weight_hash(file, progress), file.name) for file in files]
     return hashes[0][0] if len(hashes) == 1 else sha256_text("\n".join(f"{digest}  {name}" for digest, name in hashes))
 
 
-def _blob_hash(file: Path) -> str | None:
-    """The hub's cache names large files by their SHA-256 (checked as they arrive)."""
-    name = file.name
-    return name if len(name) == 64 and file.parent.name == "blobs" and set(name) <= set("0123456789abcdef") else None
+def _weight_hash(file: Path, progress: Progress | None) -> str:
+    """The hub's cache names large files by their SHA-256 (checked as they arrive); others are read."""
+    named = file.parent.name == "blobs" and len(file.name) == 64 and set(file.name) <= set("0123456789abcdef")
+    return file.name if named else sha256_file(file, progress)
 
 
 def read_json(path: Path) -> dict[str, Any]:

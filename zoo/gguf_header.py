@@ -7,6 +7,7 @@ A truncated or corrupt file is refused here with one line, before any heavy libr
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -137,7 +138,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Raises `ZooError` where the file is missing, not GGUF, truncated, corrupt, or holds weights of a type that cannot
     be dequantized exactly.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib's raises where the name is too long
         raise ZooError(f"no GGUF file at {path}")
     size = path.stat().st_size
     if size < 24:

@@ -16,6 +16,8 @@ from zoo.hashing import sha256_file
 from zoo.progress import Progress, Silent
 from zoo.store import drop_leftovers, locked, read_json, slug, staged_folder, subfolder, write_json
 
+_MAX_LENGTH = 4096  # characters of a model's name or path
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -44,6 +46,10 @@ def pull(model: str, *, trust_remote_code: bool = False, progress: Progress | No
 
 def parse_model(model: str) -> Target:
     """What `model` names. Raises `ZooError` with the nearest card where it names nothing."""
+    if not model.strip():
+        raise ZooError("no model is named (a card of `plancast zoo list`, hub:owner/name, gguf:PATH or a folder)")
+    if len(model) > _MAX_LENGTH:
+        raise ZooError(f"no model {model[:40]!r}...: a name of {len(model)} characters")
     kind, _, rest = model.partition(":")
     if kind == "hub" and rest:
         repo, _, revision = rest.partition("@")
@@ -55,11 +61,11 @@ def parse_model(model: str) -> Target:
     if model in cards:
         return Target(model, tuple(cards[model].sources), cards[model])
     path = Path(model).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib's raises where the name is too long
         return Target(path.resolve().name, folder=path)
     if path.suffix == ".gguf":
         return Target(path.stem, gguf=path)
-    if model.startswith((".", "~", os.sep)) or not model:
+    if model.startswith((".", "~", os.sep)):
         raise ZooError(f"no model at {model!r}: no such folder")
     hint = nearest(model, list(cards))
     if model.count("/") == 1 and not hint:
@@ -71,14 +77,14 @@ def parse_model(model: str) -> Target:
 
 def _obtain(target: Target, trust_remote_code: bool, progress: Progress, *, refresh: bool) -> Checkpoint:
     if target.folder is not None:
-        return open_folder(target.folder, name=target.name, trust_remote_code=trust_remote_code)
+        return open_folder(target.folder, name=target.name, trust_remote_code=trust_remote_code, progress=progress)
     if target.gguf is not None:
         return _from_gguf(target.gguf, target.name, "gguf", None, progress)
-    if not refresh and (checkpoint := _recorded(target, trust_remote_code)):
+    if not refresh and (checkpoint := recorded(target, trust_remote_code)):
         return checkpoint
     with locked(target.name, progress):
         # Another process may have pulled it while this one waited.
-        if not refresh and (checkpoint := _recorded(target, trust_remote_code)):
+        if not refresh and (checkpoint := recorded(target, trust_remote_code)):
             return checkpoint
         return _pull_first(target, trust_remote_code, progress)
 
@@ -114,6 +120,7 @@ def _pull_source(source: Source, target: Target, trust_remote_code: bool, progre
             license=target.card.license if target.card else snapshot.license,
             card=target.card,
             trust_remote_code=trust_remote_code,
+            progress=progress,
         )
     from zoo.sources.package import pulled_package
 
@@ -180,7 +187,7 @@ def _record(target: Target, source: Source, checkpoint: Checkpoint) -> None:
     )
 
 
-def _recorded(target: Target, trust_remote_code: bool) -> Checkpoint | None:
+def recorded(target: Target, trust_remote_code: bool) -> Checkpoint | None:
     """The checkpoint as pulled before, where the record still fits the card and the files are whole."""
     record = read_json(_record_path(target.name))
     if not isinstance(record, dict):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import secrets
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ZooError
+from runtime.memory import available_memory, format_size
 from zoo.progress import Progress, Silent
 
 _STAGING_SUFFIX = ".part"
@@ -108,34 +108,16 @@ def require_disk(folder: Path, nbytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if nbytes + _DISK_MARGIN > free:
         raise ZooError(
-            f"{what} takes {format_bytes(nbytes)} in {folder}, where {format_bytes(free)} are free "
-            f"(and {format_bytes(_DISK_MARGIN)} must stay free); make room, or set PLANCAST_HOME to another disk"
+            f"{what} takes {format_size(nbytes)} in {folder}, where {format_size(free)} are free "
+            f"(and {format_size(_DISK_MARGIN)} must stay free); make room, or set PLANCAST_HOME to another disk"
         )
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Raise `ZooError` unless `nbytes` of memory are available (where the system tells)."""
-    available = _available_memory()
-    if available is not None and nbytes > available:
+    """Raise `ZooError` unless `nbytes` of memory may still be taken."""
+    free = available_memory()
+    if nbytes > free.bytes:
         raise ZooError(
-            f"{what} takes {format_bytes(nbytes)} of memory, and {format_bytes(available)} are available; "
-            "use a smaller model, or a machine with more"
+            f"{what} takes {format_size(nbytes)} of memory, and {format_size(free.bytes)} are free (limit: the "
+            f"{free.limited_by}); use a smaller model, or a machine with more"
         )
-
-
-def _available_memory() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return None
-
-
-def format_bytes(nbytes: int) -> str:
-    """`nbytes` for a person, in binary units: 1.2 GiB."""
-    if nbytes < 1024:
-        return f"{nbytes} bytes"
-    power = min(int(math.log(nbytes, 1024)), 4)
-    return f"{nbytes / 1024**power:.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -16,7 +16,7 @@ ALLOWED = {
     "builder": {"builder", "runtime", "plugins", "zoo"},
     "runtime": {"runtime", "plugins"},
     "plugins": {"plugins"},
-    "zoo": {"zoo", "runtime.errors"},
+    "zoo": {"zoo", "runtime.errors", "runtime.memory"},
 }
 # What serving must not need, and what the bookkeeping must not know.
 FORBIDDEN_IN_RUNTIME = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"}

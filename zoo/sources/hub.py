@@ -101,7 +101,9 @@ class _Pull:
 
     def run(self, trust_remote_code: bool) -> HubSnapshot:
         from huggingface_hub import HfApi
+        from huggingface_hub.utils import logging
 
+        logging.set_verbosity_error()  # what it would warn of comes back as an error, told once
         try:
             info = HfApi(endpoint=self.endpoint).model_info(
                 self.source.repo, revision=self.source.revision, timeout=_PROBE_TIMEOUT, files_metadata=True
@@ -113,11 +115,15 @@ class _Pull:
                     self.hashes[sibling.rfilename] = sibling.lfs.sha256
             weights, sides = self.choose(trust_remote_code)
             require_disk(self.cache_root(), sum(self.missing_bytes(name) for name in weights), self.source.label)
-            folder = self.fetch("config.json").parent
+            # Asked for by the revision's own name, so that the cache knows that name when offline.
+            folder = self.fetch("config.json", self.source.revision).parent
+            if folder.name != self.commit:
+                raise ZooError(f"{self.source.repo} changed at this moment; try again")
             for name in (*sides, *weights):
                 path = self.fetch(name)
-                if name in self.hashes:
-                    self.verify(name, path)
+                # A damaged file that lay in the cache is fetched once more.
+                if name in self.hashes and not self.intact(name, path) and not self.intact(name, self.fetch(name)):
+                    raise ZooError(f"{name} does not have the SHA-256 that {self.source.repo} promises; not used")
         except ZooError:
             raise
         except Exception as error:
@@ -158,8 +164,8 @@ class _Pull:
         blob = self.hashes.get(name)
         return 0 if blob and self.blob(blob).exists() else self.sizes[name]
 
-    def fetch(self, name: str) -> Path:
-        """Bring one file into the cache and return its link in the snapshot."""
+    def fetch(self, name: str, revision: str | None = None) -> Path:
+        """Bring one file into the cache and return its link in the snapshot of the commit."""
         from huggingface_hub import hf_hub_download
 
         etag = self.hashes.get(name)
@@ -169,7 +175,7 @@ class _Pull:
             hf_hub_download(
                 self.source.repo,
                 name,
-                revision=self.commit,
+                revision=revision or self.commit,
                 cache_dir=hub_cache(),
                 endpoint=self.endpoint,
                 tqdm_class=forwarding_tqdm(self.progress, f"fetching {name}"),
@@ -187,6 +193,8 @@ class _Pull:
         blob = self.blob(etag)
         blob.parent.mkdir(parents=True, exist_ok=True)
         partial = blob.with_name(f"{etag}.plancast-part")
+        if partial.exists() and partial.stat().st_size > self.sizes[name]:
+            partial.unlink()
         tries = 0
         while (have := partial.stat().st_size if partial.exists() else 0) < self.sizes[name]:
             try:
@@ -225,14 +233,13 @@ class _Pull:
                     have += len(chunk)
                     self.progress.update(f"fetching {name}", have, self.sizes[name])
 
-    def verify(self, name: str, path: Path) -> None:
-        digest = sha256_file(path, self.progress)
-        if digest != self.hashes[name]:
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
-            raise ZooError(
-                f"{self.source.repo}: {name} has SHA-256 {digest}, {self.hashes[name]} was promised; removed, try again"
-            )
+    def intact(self, name: str, path: Path) -> bool:
+        """Whether the file has the promised hash. One that has not is removed from the cache."""
+        if sha256_file(path, self.progress) == self.hashes[name]:
+            return True
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+        return False
 
     def explain(self, error: Exception) -> ZooError:
         """The hub's errors in one line, with what to do."""
