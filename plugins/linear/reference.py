@@ -41,5 +41,5 @@ def reference(
     """
     quantized, row_scale = quantize_rows(x, activation_levels(x.shape[1]))
     sums = quantized.astype(np.int64) @ weight.astype(np.int64).T
-    y: NDArray[np.float32] = sums.astype(np.float32) * (row_scale[:, None] * scale[None, :])
+    y = np.multiply(sums.astype(np.float32), row_scale[:, None] * scale[None, :], dtype=np.float32)
     return y + bias if bias is not None else y
