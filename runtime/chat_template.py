@@ -258,8 +258,7 @@ def _mark_final_message(chat: list[dict], source: str) -> str:
 def _cut_at_tag(text: str, final_text: str) -> str:
     if final_text.strip() not in text or _CONTINUE_TAG.strip() not in text:
         raise RequestError(
-            "continue_final_message: the final message does not appear in the prompt, as the chat template drops part of "
-            "it",
+            "continue_final_message: the final message does not appear in the prompt: the template drops part of it",
             "messages",
         )
     start = text.rindex(_CONTINUE_TAG.strip())

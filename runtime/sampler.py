@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import RequestError
-from runtime.logits_processors import LogitsProcessorFactory, build_processors
+from runtime.logits_processors import NEG_INF, LogitsProcessorFactory, build_processors
 from runtime.logprobs import RowLogprobs
 from runtime.messages import TokenLogprobs
 from runtime.sampling.rows import ChunkedExp, search_cdf
@@ -54,6 +54,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._grammars = grammars
+        self._eos = np.array([i for i in self.eos_token_ids if i < vocab_size], np.int64)
         self._factories = tuple(logits_processors)
         self._exp = ChunkedExp(vocab_size)
         self._edited = np.empty(vocab_size, np.float32)
@@ -67,7 +68,8 @@ class Sampler:
     ) -> SamplingState:
         """The state of one sequence. `output_token_ids` are those that a resumed sequence has already.
 
-        Raises `RequestError` where the request's grammar does not compile.
+        Raises `RequestError` where the structured output asked for is malformed. A grammar that does not compile shows
+        as the `error` of its first token: the client checks it first (`GrammarCompiler.check`).
         """
         grammar = None
         if params.structured_outputs is not None:
@@ -92,7 +94,10 @@ class Sampler:
         return [self._sample_row(row, state) for row, state in zip(logits, states, strict=True)]
 
     def _sample_row(self, raw: NDArray[np.float32], state: SamplingState) -> SampledToken:
-        row = self.processed(raw, state)
+        try:
+            row = self.processed(raw, state)
+        except RequestError as error:  # a grammar too complex to follow
+            return SampledToken(-1, error=str(error))
         if state.greedy:
             token_id = int(row.argmax())
             row_max = float(row[token_id])
@@ -119,7 +124,10 @@ class Sampler:
         for processor in state.processors:
             processor.apply(row)
         if state.grammar is not None:
-            state.grammar.apply(row, raw)
+            state.grammar.apply(row)
+            # A complete text may end before min_tokens where the grammar leaves nothing else.
+            if state.grammar.may_end and not row.max() > NEG_INF:
+                row[self._eos] = raw[self._eos]
         return row
 
     def _draw(self, row: NDArray[np.float32], row_max: float, state: SamplingState) -> int:

@@ -129,6 +129,16 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
 
+def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """The ids that end a text, of a model folder: generation_config.json's, else the tokenizer's EOS."""
+    ids = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = Tokenizer.load(folder).eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
 def read_json(path: Path) -> dict:
     """A JSON object from a file, {} where there is none. Raises `ArtifactError` where it is damaged."""
     if not path.is_file():

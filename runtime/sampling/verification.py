@@ -242,10 +242,13 @@ class Verifier:
 
 
 def _wrong(name: str, value: object, expected: str, param: str | None = None) -> RequestError:
+    return RequestError(f"{name} must be {expected}, got {short_repr(value)}", param or name)
+
+
+def short_repr(value: object) -> str:
+    """`repr`, cut to 80 characters: for error messages."""
     shown = repr(value)
-    return RequestError(
-        f"{name} must be {expected}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", param or name
-    )
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _check_int(name: str, value: object, low: int, high: int | None, note: str = "") -> None:
