@@ -64,7 +64,8 @@ class RequestStream:
         self._abort()
 
     def __del__(self) -> None:
-        self._abort()
+        if not self._done:
+            self._llm._frontend.drop(self.request_id)
 
     def _abort(self) -> None:
         if not self._done:
@@ -138,6 +139,14 @@ class AsyncLLM:
         box = Mailbox(asyncio.get_running_loop())
         self._frontend.submit(request, text, box, stream=not final)
         return RequestStream(self, request, box)
+
+    async def check_structured_outputs(self, structured_outputs: dict[str, Any]) -> None:
+        """Compile a grammar beside the event loop. `generate` then finds it compiled; else it compiles in the call.
+
+        Raises:
+            RequestError: malformed, unsupported or too complex.
+        """
+        await asyncio.to_thread(self._frontend.check_structured_outputs, structured_outputs)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; their streams get a last output with finish reason "abort". Unknown ids are ignored."""

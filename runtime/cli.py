@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +37,9 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a result.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the results.")] = False,
-    n: Annotated[int, typer.Option(min=1, help="Sequences for each prompt.", rich_help_panel="Sampling")] = 1,
+    n: Annotated[
+        int, typer.Option("-n", "--n", min=1, help="Sequences for each prompt.", rich_help_panel="Sampling")
+    ] = 1,
     beam_width: Annotated[
         int, typer.Option(min=0, help="Beam search with so many beams.", rich_help_panel="Sampling")
     ] = 0,
@@ -70,7 +75,7 @@ def generate(
     """
     from runtime.commands.generate import GenerateCommand
 
-    GenerateCommand(
+    command = GenerateCommand(
         artifact=artifact,
         engine_options=_engine_options(
             num_threads=num_threads,
@@ -108,7 +113,9 @@ def generate(
         output=output,
         as_json=as_json,
         quiet=quiet,
-    ).run()
+    )
+    with _interruptible():
+        command.run()
 
 
 def chat(
@@ -134,7 +141,7 @@ def chat(
     """Talk with the model. /reset forgets, /quit leaves, Ctrl-C stops an answer; the history is kept."""
     from runtime.commands.chat import ChatCommand
 
-    ChatCommand(
+    command = ChatCommand(
         artifact=artifact,
         engine_options=_engine_options(
             num_threads=num_threads,
@@ -157,7 +164,19 @@ def chat(
         },
         system=system,
         quiet=quiet,
-    ).run()
+    )
+    with _interruptible():
+        command.run()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the command with a word; typer would end it with none."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _engine_options(

@@ -144,7 +144,7 @@ class InProcessEngine:
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._unfinished: dict[str, None] = {}
         self._calls = Calls()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a collected stream may abort in mid-call
         self._error: PlancastError | None = None
         loaded: Future[Ready] = Future()
         self._thread = threading.Thread(target=self._run, args=(spec, loaded), name="plancast-engine", daemon=True)
@@ -189,7 +189,7 @@ class InProcessEngine:
 
     def _run(self, spec: EngineSpec, loaded: Future[Ready]) -> None:
         try:
-            core, executor, ready = open_engine(spec)
+            engine = open_engine(spec)
         except BaseException as error:
             # The thread's own reference to the failed load must not keep its memory.
             loaded.set_exception(error)
@@ -197,15 +197,14 @@ class InProcessEngine:
             return
         reason = SHUT_DOWN
         try:
-            loaded.set_result(ready)
-            EngineLoop(core, _QueueChannel(self._inbox, self._take)).run()
+            loaded.set_result(engine.ready)
+            EngineLoop(engine.core, _QueueChannel(self._inbox, self._take)).run()
         except Exception as error:
             message = failure(error, "running a step")
             logger.debug("%s", message.traceback)
             reason = message.error
         finally:
-            core.close()
-            executor.close()
+            engine.close()
             with self._lock:
                 self._error = self._error or EngineDeadError(reason)
                 unfinished, self._unfinished = list(self._unfinished), {}

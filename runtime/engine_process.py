@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from runtime.engine_core import EngineCore
     from runtime.executor import Executor
+    from runtime.structured import GrammarCompiler
 
 DEFAULT_FACTORY = "runtime.executors:open_executor"
 EXIT_FAILED = 70
@@ -60,7 +62,24 @@ class Launch(msgspec.Struct, kw_only=True):
     spec: EngineSpec
 
 
-def open_engine(spec: EngineSpec) -> tuple[EngineCore, Executor, Ready]:
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """A core with all that it stands on."""
+
+    core: EngineCore
+    executor: Executor
+    grammars: GrammarCompiler | None
+    ready: Ready
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self.core.close()
+        self.executor.close()
+        if self.grammars is not None:
+            self.grammars.close()
+
+
+def open_engine(spec: EngineSpec) -> OpenEngine:
     """Open the executor, size and allocate its KV cache, and put a core on it.
 
     Raises:
@@ -68,20 +87,21 @@ def open_engine(spec: EngineSpec) -> tuple[EngineCore, Executor, Ready]:
     """
     from runtime.engine_core import EngineCore
     from runtime.memory import plan_kv_cache
+    from runtime.sampler import Sampler
 
     started = time.monotonic()
-    config, notes = spec.config, []
+    config, notes, grammars = spec.config, [], None
     factory = resolve_factory(spec.factory)
     if spec.artifact is None:
         executor = factory(**spec.factory_args)
-        sampler = None
     else:
         from runtime.artifact import Artifact
+        from runtime.structured import GrammarCompiler
 
         artifact = Artifact.open(spec.artifact, verify="full" if spec.verify == "full" else "quick")
         notes = list(artifact.notes)
         executor = factory(artifact, **spec.factory_args)
-        sampler = _sampler_with_grammars(artifact, executor, config)
+        grammars = GrammarCompiler.from_folder(artifact.path, executor.vocab_size, config.eos_token_ids)
     try:
         plan = plan_kv_cache(
             executor.kv_layout,
@@ -93,9 +113,12 @@ def open_engine(spec: EngineSpec) -> tuple[EngineCore, Executor, Ready]:
         )
         if executor.num_blocks == 0:
             executor.allocate(plan.num_blocks)
+        sampler = Sampler(executor.vocab_size, config.eos_token_ids, grammars=grammars)
         core = EngineCore(executor, config, sampler=sampler)
     except BaseException:
         executor.close()
+        if grammars is not None:
+            grammars.close()
         raise
     ready = Ready(
         pid=os.getpid(),
@@ -106,7 +129,7 @@ def open_engine(spec: EngineSpec) -> tuple[EngineCore, Executor, Ready]:
         kv_cache_reason=plan.reason,
         notes=notes,
     )
-    return core, executor, ready
+    return OpenEngine(core, executor, grammars, ready)
 
 
 def resolve_factory(name: str) -> Any:
@@ -154,23 +177,22 @@ def main() -> int:
 
 def _serve(spec: EngineSpec, channel: _SocketChannel, is_wanted: Any) -> int:
     try:
-        core, executor, ready = open_engine(spec)
+        engine = open_engine(spec)
     except Exception as error:
         channel.send(failure(error, "loading"))
         return EXIT_FAILED
     # What was loaded stays: the collector need not walk over it in mid-step.
     gc.collect()
     gc.freeze()
-    channel.send(ready)
+    channel.send(engine.ready)
     try:
-        EngineLoop(core, channel, is_wanted).run()
+        EngineLoop(engine.core, channel, is_wanted).run()
         channel.send(Stopped())
     except Exception as error:
         channel.send(failure(error, "running a step"))
         return EXIT_FAILED
     finally:
-        core.close()
-        executor.close()
+        engine.close()
     return 0
 
 
@@ -206,14 +228,6 @@ class _SocketChannel:
         raw = msgspec.msgpack.decode(data)
         if isinstance(raw, dict) and isinstance(raw.get("request_id"), str):
             self.send(refusal(raw["request_id"], f"the request cannot be read: {error}", "request"))
-
-
-def _sampler_with_grammars(artifact: Any, executor: Executor, config: EngineConfig) -> Any:
-    from runtime.sampler import Sampler
-    from runtime.structured import GrammarCompiler
-
-    grammars = GrammarCompiler.from_folder(artifact.path, executor.vocab_size)
-    return Sampler(executor.vocab_size, config.eos_token_ids, grammars=grammars)
 
 
 def _die_with_parent() -> None:

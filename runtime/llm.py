@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         labels: Sequence[str] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput]]:
         """Complete prompts as `generate` does, and yield (position, result) as each ends. Closing aborts the rest.
 
         A result whose request failed has its `error` set; the others go on. `labels` name the prompts in errors.
@@ -159,7 +159,7 @@ class LLM:
         )
         return self.generate(prompts, search)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Complete one prompt and yield what is new, step by step. Closing the iterator aborts the request.
 
         Raises:
@@ -170,7 +170,7 @@ class LLM:
         request, text = self._frontend.prepare(prompt, params)
         return self._iterate(request, text)
 
-    def _iterate(self, request: EngineRequest, text: str | None) -> Iterator[RequestOutput]:
+    def _iterate(self, request: EngineRequest, text: str | None) -> Generator[RequestOutput]:
         box: _Box = queue.SimpleQueue()
         self._frontend.submit(request, text, box, stream=True)
         try:
@@ -184,7 +184,7 @@ class LLM:
         finally:
             self._frontend.abort([request.request_id])
 
-    def _as_completed(self, prepared: list[tuple[EngineRequest, str | None]]) -> Iterator[tuple[int, RequestOutput]]:
+    def _as_completed(self, prepared: list[tuple[EngineRequest, str | None]]) -> Generator[tuple[int, RequestOutput]]:
         """Keep a window of the requests in the engine until all are over."""
         box: _Box = queue.SimpleQueue()
         waiting = iter(enumerate(prepared))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from runtime.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
     from runtime.chat_template import ChatTemplate
+    from runtime.structured import GrammarCompiler
 
 # A prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -91,6 +93,8 @@ class Frontend(Generic[BoxT]):
         self._lock = threading.RLock()  # guards the processor and the boxes
         self._processor = OutputProcessor(self.tokenizer)
         self._boxes: dict[str, BoxT] = {}
+        self._dropped: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._grammars: GrammarCompiler | None = None
         self._numbers = itertools.count()
         factory_args = dict(executor_args or {})
         threads = num_threads if num_threads is not None else opened.manifest.defaults.num_threads
@@ -206,6 +210,8 @@ class Frontend(Generic[BoxT]):
             prompt_len=len(token_ids),
             max_logprobs=self._max_logprobs,
         )
+        if params.structured_outputs is not None:
+            self.check_structured_outputs(params.structured_outputs)
         if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
             raise RequestError(f"priority must be a whole number of 32 bits, got {priority!r}", "priority")
         request = EngineRequest(
@@ -218,6 +224,20 @@ class Frontend(Generic[BoxT]):
             cache_salt=cache_salt,
         )
         return request, text
+
+    def check_structured_outputs(self, structured_outputs: Any) -> None:
+        """Compile a grammar here, so that a bad one is refused before it is sent. Compiled ones are remembered.
+
+        Raises:
+            RequestError: malformed, unsupported or too complex.
+        """
+        with self._lock:
+            if self._grammars is None:
+                from runtime.structured import GrammarCompiler
+
+                tokenizer = self.tokenizer
+                self._grammars = GrammarCompiler(lambda: tokenizer, self.vocab_size, self.config.eos_token_ids)
+        self._grammars.check(structured_outputs)
 
     def _num_kept(self, params: SamplingParams) -> int:
         """Prompt tokens to keep, the last ones; -1 keeps what leaves room for the output."""
@@ -252,9 +272,18 @@ class Frontend(Generic[BoxT]):
             outputs = self._processor.abort(known)
             self._deliver([(self._boxes.pop(output.request_id), output) for output in outputs])
 
+    def drop(self, request_id: str) -> None:
+        """Abort a request that nobody can wait for any more, at the engine's next answer.
+
+        Takes no lock, so that a garbage collector may call it wherever it strikes.
+        """
+        self._dropped.put(request_id)
+
     def close(self, drain_s: float = 0.0) -> None:
         """Let what runs go on for at most `drain_s` seconds, end the rest, and free the engine. Idempotent."""
         self.engine.close(drain_s)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _forget(self, request_id: str) -> None:
         self._processor.remove_request(request_id)
@@ -266,6 +295,11 @@ class Frontend(Generic[BoxT]):
         pairs: list[tuple[BoxT, RequestOutput]] = []
         aborts = AbortRequests([], [])
         with self._lock:
+            while not self._dropped.empty():
+                dropped = self._dropped.get_nowait()
+                if dropped in self._boxes:
+                    aborts.request_ids.append(dropped)
+                    self._forget(dropped)
             for delta in deltas:
                 outputs, ended = self._process(delta)
                 if ended is not None:

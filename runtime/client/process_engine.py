@@ -94,7 +94,8 @@ class ProcessEngine:
         self._listener = listener
         self._max_restarts, self._restart_window_s = max_restarts, restart_window_s
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _error, and the queue and waker against their end
+        # Guards _error, and the queue and waker against their end. Reentrant: a collected stream may abort in mid-call.
+        self._lock = threading.RLock()
         self._error: str | None = None
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -56,8 +56,8 @@ class GenerateCommand:
             raise PlancastError("give prompts or --input, not both")
         if self.system is not None and not self.chat:
             raise PlancastError("--system goes with --chat: a plain completion has no system message")
-        if self.output is not None and not self.output.resolve().parent.is_dir():
-            raise PlancastError(f"--output {self.output}: no such folder: {self.output.resolve().parent}")
+        if self.output is not None:
+            check_target(self.output)
         jobs = self._jobs()
         with loaded(self.artifact, self.engine_options, quiet=self.quiet) as llm:
             params = default_params(llm, self.sampling, temperature=0.0)
@@ -166,6 +166,14 @@ class GenerateCommand:
         if partial is not None:
             file.close()
             os.replace(partial, self.output)  # type: ignore[arg-type]
+
+
+def check_target(path: Path) -> None:
+    """Raise `PlancastError` where a file cannot lie at `path`."""
+    if path.is_dir():
+        raise PlancastError(f"--output {path}: is a directory, and must be a file")
+    if not path.absolute().parent.is_dir():
+        raise PlancastError(f"--output {path}: no such folder: {path.absolute().parent}")
 
 
 def read_jobs(path: Path) -> Iterator[Job]:

@@ -91,6 +91,11 @@ def open_hash(
     return SlowHashModel(_vocab_size(artifact, vocab_size), step_s=step_s, **options)
 
 
+def open_slow(artifact: Any = None, *, num_threads: int | None = None):
+    """The hash model at 50 steps a second: slow enough to be interrupted."""
+    return open_hash(artifact, step_s=0.02)
+
+
 def open_poisoned(
     artifact: Any = None,
     *,
