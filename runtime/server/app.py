@@ -17,7 +17,7 @@ from runtime.server.config import ServerConfig
 from runtime.server.errors import ApiError, Kind, dialect_of, to_api_error
 from runtime.server.middleware import Gate
 from runtime.server.registry import ModelRegistry
-from runtime.server.routes import anthropic, chat, completions, ops, page, responses, tgi, tokenize
+from runtime.server.routes import admin, anthropic, chat, completions, ops, page, responses, tgi, tokenize
 from runtime.server.sse import ClientGoneError
 from runtime.server.state import ServerState
 
@@ -30,6 +30,7 @@ _ROUTERS = (
     anthropic.router,
     ops.router,
     page.router,
+    admin.router,
 )
 _HTTP_KINDS = {404: Kind.NOT_FOUND, 405: Kind.METHOD, 413: Kind.TOO_LARGE, 415: Kind.MEDIA_TYPE}
 

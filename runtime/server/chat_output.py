@@ -69,7 +69,8 @@ def output_format(
 ) -> OutputFormat:
     """Choose parsers by configuration, chat template, and tool choice. `prompt` is the rendered chat."""
     tools = tools or []
-    template = model.engine.chat_template.source if model.engine.chat_template is not None else ""
+    chat_template = model.engine.chat_template
+    template = "\n".join(chat_template.sources.values()) if chat_template is not None else ""
     forced = forced_schema(tools, tool_choice, parallel)
     thinking = parsers.pick(parsers.REASONING_PARSERS, config.reasoning_parser, template)
     speaking = parsers.pick(parsers.TOOL_PARSERS, config.tool_call_parser, template)

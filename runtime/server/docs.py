@@ -48,14 +48,15 @@ def describe(
     body: Any = None,
     returns: Any = None,
     streams: bool = False,
-    media_type: str = "application/json",
+    media_type: str | tuple[str, ...] = "application/json",
     dialect: Dialect = Dialect.OPENAI,
     statuses: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Keyword arguments for a router's decorator: the body's type, the answer's type, and the errors of the dialect."""
     content: dict[str, Any] = {}
     if returns is not None:
-        content[media_type] = {"schema": _schema(returns)}
+        for kind in (media_type,) if isinstance(media_type, str) else media_type:
+            content[kind] = {"schema": _schema(returns)}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     responses: dict[int, dict[str, Any]] = {200: {"description": "Success", "content": content}}

@@ -51,6 +51,7 @@ async def stream(state: ServerState, model: ServedModel, work: Work) -> AsyncGen
         async with aclosing(deltas):
             async for output in deltas:
                 state.tracker.observe(record, output)
+                model.last_output = time.monotonic()
                 yield output
     finally:
         state.tracker.finish(record)

@@ -22,7 +22,8 @@ def token_text(entry: Logprob) -> str:
 
 
 def finite(value: float) -> float:
-    return max(value, LEAST)
+    """A log probability that JSON can say; rounding may have brought a certain one just above 0."""
+    return min(0.0, max(value, LEAST))
 
 
 def _top(position: dict[int, Logprob], count: int) -> list[Logprob]:

@@ -157,9 +157,6 @@ async def render_chat(
     if template is None:
         message = f"the model {model.name!r} has no chat template: use /v1/completions"
         raise ApiError(Kind.INVALID, message, param="messages", code="no_chat_template")
-    if continue_final_message and add_generation_prompt:
-        message = "`continue_final_message` needs `add_generation_prompt` to be false: the final message goes on"
-        raise ApiError(Kind.INVALID, message, param="continue_final_message")
     specs = [msgspec.to_builtins(tool) for tool in tools] if tools else None
     reserved = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template"} & set(kwargs or {})
     if reserved:

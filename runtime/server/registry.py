@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("plancast.server")
 
 
+# What TGI's clients send where the server holds one model, whatever its name.
+_ANY_MODEL = frozenset({"tgi", "dummy"})
+
+
 @dataclass(slots=True)
 class ServedModel:
     """One engine under its name, with the sampling that its makers recommend."""
@@ -29,6 +33,7 @@ class ServedModel:
     path: Path | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
+    last_output: float = float("-inf")  # when the engine last answered, `time.monotonic()`
 
     @property
     def max_context_len(self) -> int:
@@ -57,7 +62,7 @@ class ModelRegistry:
         """The model called `name`; the only one where there is no choice and no name. Raises 404 or 400."""
         if name is not None and (model := self._models.get(name)) is not None:
             return model
-        if name is None and len(self._models) == 1:
+        if (name is None or name in _ANY_MODEL) and len(self._models) == 1:
             return next(iter(self._models.values()))
         held = ", ".join(self._models) or "none"
         if name is None:

@@ -71,7 +71,9 @@ class ResponseStore:
         try:
             return self._stored[response_id]
         except KeyError:
-            message = f"`{param}`: no response {response_id!r} is stored (the latest {self.capacity} are kept, until a restart)"
+            message = (
+                f"`{param}`: no response {response_id!r} is stored (the last {self.capacity} are, until a restart)"
+            )
             raise ApiError(Kind.NOT_FOUND, message, param=param, code="response_not_found") from None
 
     def remove(self, response_id: str) -> Stored:

@@ -17,7 +17,6 @@ from runtime.server.protocol.sampling import (
     RegexFormat,
     ResponseFormat,
     SamplingFields,
-    StructuredOutputs,
     TextFormat,
 )
 from runtime.server.registry import ServedModel
@@ -102,22 +101,13 @@ def structured_outputs(fields: SamplingFields, response_format: ResponseFormat |
     if (formatted := from_response_format(response_format)) is not None:
         asked["response_format"] = formatted
     if fields.structured_outputs is not None:
-        asked["structured_outputs"] = _one_of(fields.structured_outputs)
+        asked["structured_outputs"] = msgspec.to_builtins(fields.structured_outputs)
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(fields, f"guided_{name}")) is not None:
             asked[f"guided_{name}"] = {name: value}
     if len(asked) > 1:
         raise invalid(list(asked)[-1], f"only one of {', '.join(asked)} can constrain the output")
     return next(iter(asked.values()), None)
-
-
-def _one_of(given: StructuredOutputs) -> dict[str, Any]:
-    constraint = msgspec.to_builtins(given)
-    kinds = [kind for kind in ("json", "regex", "choice", "grammar", "json_object") if constraint.get(kind)]
-    if len(kinds) != 1:
-        found = " and ".join(kinds) or "none"
-        raise invalid("structured_outputs", f"needs one of json, regex, choice, grammar, json_object; found {found}")
-    return constraint
 
 
 def to_params(

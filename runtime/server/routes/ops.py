@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Literal
 
 import msgspec
@@ -24,6 +25,7 @@ router = APIRouter(tags=["Operation"])
 
 # A probe that waits longer in the queue says: not ready.
 PROBE_TIMEOUT_S = 10.0
+RECENT_S = 5.0
 
 
 class Health(msgspec.Struct):
@@ -52,6 +54,8 @@ async def ready(request: Request) -> Response:
     if not len(state.registry):
         raise ApiError(Kind.UNAVAILABLE, "no model is loaded", code="no_model")
     for model in state.registry:
+        if time.monotonic() - model.last_output < RECENT_S:
+            continue  # it is answering others: no need to ask
         try:
             await asyncio.wait_for(_probe(model), PROBE_TIMEOUT_S)
         except TimeoutError:
@@ -75,7 +79,7 @@ async def version(request: Request) -> Response:
     return json_response(Version(request.app.version))
 
 
-@router.get("/metrics", **describe(returns=str, media_type="text/plain"))
+@router.get("/metrics", **describe(returns=str, media_type=("text/plain", "application/openmetrics-text")))
 async def metrics(request: Request) -> Response:
     """Prometheus metrics, under vLLM's names."""
     state = state_of(request)
@@ -87,15 +91,16 @@ async def metrics(request: Request) -> Response:
 @router.get("/v1/models", tags=["OpenAI"], **describe(returns=ModelList))
 async def list_models(request: Request) -> Response:
     """The models that are served."""
-    return json_response(ModelList(data=[_card(model) for model in state_of(request).registry]))
+    return json_response(ModelList(data=[model_card(model) for model in state_of(request).registry]))
 
 
 @router.get("/v1/models/{model_name:path}", tags=["OpenAI"], **describe(returns=ModelCard, statuses=(404,)))
 async def get_model(request: Request, model_name: str) -> Response:
     """One model."""
-    return json_response(_card(state_of(request).registry.get(model_name)))
+    return json_response(model_card(state_of(request).registry.get(model_name)))
 
 
-def _card(model: ServedModel) -> ModelCard:
+def model_card(model: ServedModel) -> ModelCard:
+    """A model as `/v1/models` shows it."""
     root = model.engine.manifest.model.source
     return ModelCard(id=model.name, created=model.created, root=root, max_model_len=model.max_context_len)

@@ -1,0 +1,174 @@
+"""What a server does with requests that ask for too much, or for what there is not: 4xx that names the field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from server_harness import ServerThread
+
+
+def refused(server: ServerThread, path: str, body: object, status: int = 400) -> dict:
+    """The error object of a request that must be refused."""
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    with server.client() as client:
+        response = client.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_case_16_prompt_and_max_tokens_over_the_context(server: ServerThread):
+    """Case 16: 400 with both numbers and the limit; absent: to the end of the context; huge: 400, the server lives."""
+    error = refused(server, "/v1/completions", {"prompt": "Paris is", "max_tokens": 510})
+    assert error["param"] == "max_tokens"
+    assert all(number in error["message"] for number in ("3 tokens", "510", "513", "512"))
+    assert refused(server, "/v1/completions", {"prompt": "Paris is", "max_tokens": 10**18})["param"] == "max_tokens"
+    assert refused(server, "/v1/chat/completions", CHAT | {"max_completion_tokens": 510})["param"] == (
+        "max_completion_tokens"
+    )
+    assert refused(server, "/v1/completions", {"prompt": [7] * 512, "max_tokens": 1})["code"] == (
+        "context_length_exceeded"
+    )
+    with server.client() as client:
+        body = {"prompt": "Paris is", "max_tokens": None, "ignore_eos": True, "temperature": 0}
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        assert usage["total_tokens"] == 512
+        chat = client.post("/v1/chat/completions", json=CHAT | {"ignore_eos": True}).json()
+        assert chat["usage"]["total_tokens"] == 512
+
+
+def test_case_17_a_schema_at_the_wrong_level(server: ServerThread):
+    """Case 17: `schema` beside `type` instead of within `json_schema` is refused, not ignored."""
+    body = CHAT | {"response_format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert refused(server, "/v1/chat/completions", body)["param"] == "response_format.json_schema"
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x"}}
+    assert refused(server, "/v1/chat/completions", body)["param"] == "response_format.json_schema.schema"
+
+
+def test_case_18_exactly_one_bos(tmp_path):
+    """Case 18: a prompt that already holds BOS, templated or written by hand, gets no second one."""
+    from tiny_served import write_served_artifact
+
+    artifact = write_served_artifact(tmp_path / "llama", "byte_fallback")
+    with ServerThread({"llama": artifact}) as server, server.client() as client:
+        bos = server.engine().tokenizer.bos_token_id
+        text = server.engine().tokenizer.special_tokens["bos_token"]
+        for prompt in ("Paris", f"{text}Paris"):
+            tokens = client.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+            assert tokens.count(bos) == 1
+            body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
+            choice = client.post("/v1/completions", json=body).json()["choices"][0]
+            assert choice["prompt_token_ids"].count(bos) == 1
+
+
+def test_case_19_tokenize_without_messages(server: ServerThread):
+    """Case 19: an empty chat is refused with a useful message, and so is a body that holds nothing."""
+    error = refused(server, "/tokenize", {"messages": []})
+    assert error["param"] == "messages"
+    assert "1" in error["message"]
+    assert "exactly one" in refused(server, "/tokenize", {})["message"]
+    assert "exactly one" in refused(server, "/tokenize", {"prompt": "a", "inputs": "b"})["message"]
+
+
+BAD = [
+    ("/v1/completions", {}, "prompt"),
+    ("/v1/completions", {"prompt": ""}, "prompt"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": ["a", ""]}, "prompt[1]"),
+    ("/v1/completions", {"prompt": [1, "a"]}, "prompt[0]"),
+    ("/v1/completions", {"prompt": [1, 99999]}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt[0]"),
+    ("/v1/completions", {"prompt": {"a": 1}}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": "8"}, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "temperature": -0.5}, "temperature"),
+    ("/v1/completions", {"prompt": "a", "temperature": "hot"}, "temperature"),
+    ("/v1/completions", {"prompt": "a", "top_p": 0}, "top_p"),
+    ("/v1/completions", {"prompt": "a", "top_k": -2}, "top_k"),
+    ("/v1/completions", {"prompt": "a", "n": 0}, "n"),
+    ("/v1/completions", {"prompt": "a", "n": 33}, "n"),
+    ("/v1/completions", {"prompt": "a", "n": 4, "best_of": 2}, "best_of"),
+    ("/v1/completions", {"prompt": "a", "best_of": 33}, "best_of"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
+    ("/v1/completions", {"prompt": "a", "logprobs": -1}, "logprobs"),
+    ("/v1/completions", {"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ("/v1/completions", {"prompt": "a", "stop": "x" * 513}, "stop"),
+    ("/v1/completions", {"prompt": "a", "stop": ""}, "stop"),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "stream": "yes"}, "stream"),
+    ("/v1/completions", {"prompt": "a", "seed": 2**70}, "seed"),
+    ("/v1/completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ("/v1/completions", {"prompt": "a", "cache_salt": ""}, "cache_salt"),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ("/v1/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "logprobs"),
+    ("/v1/chat/completions", {}, "messages"),
+    ("/v1/chat/completions", {"messages": []}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ("/v1/chat/completions", {"messages": "hi"}, "messages"),
+    ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice"),
+    ("/v1/chat/completions", CHAT | {"chat_template": "{{ 1 }}"}, "chat_template"),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ("/detokenize", {"tokens": [99999]}, "tokens"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ("/score", {"text_1": "a", "text_2": [""]}, "text_2[0]"),
+    ("/v1/responses", {"input": [{"type": "image"}]}, "input[0].type"),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_0"}, "previous_response_id"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD)
+def test_bad_values_are_refused_by_name(server: ServerThread, path: str, body: dict, param: str):
+    error = refused(server, path, body, 404 if "previous_response_id" in body else 400)
+    assert error["param"] == param, error
+    assert param.split("[")[0].split(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nul", b'{"prompt": NaN}', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000]
+)
+def test_what_is_no_json_is_refused(server: ServerThread, body: bytes):
+    assert refused(server, "/v1/completions", body)["type"] == "invalid_request_error"
+
+
+def test_an_unknown_model_is_404_and_the_answer_names_those_that_exist(server: ServerThread):
+    error = refused(server, "/v1/completions", {"model": "gpt-5", "prompt": "a"}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "tiny" in error["message"]
+
+
+def test_a_body_that_is_not_declared_json_is_415(server: ServerThread):
+    with server.client() as client:
+        response = client.post("/v1/completions", content='{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 415
+    assert "application/json" in response.json()["error"]["message"]
+
+
+def test_a_body_over_the_limit_is_413_declared_or_not(artifact):
+    from runtime.server.config import RequestLimits, ServerConfig
+
+    config = ServerConfig(port=0, limits=RequestLimits(max_body_bytes=2000))
+    with ServerThread({"tiny": artifact}, config) as server, server.client() as client:
+        large = json.dumps({"prompt": "a" * 3000}).encode()
+        declared = client.post("/v1/completions", content=large, headers={"content-type": "application/json"})
+        chunked = client.post(
+            "/v1/completions", content=iter([large[:1500], large[1500:]]), headers={"content-type": "application/json"}
+        )
+        assert (declared.status_code, chunked.status_code) == (413, 413)
+        assert "2000" in declared.json()["error"]["message"]
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_unknown_fields_are_ignored_as_vllm_ignores_them(server: ServerThread):
+    with server.client() as client:
+        body = {"prompt": "a", "max_tokens": 1, "future_option": {"x": 1}}
+        assert client.post("/v1/completions", json=body).status_code == 200
