@@ -79,7 +79,8 @@ def parse_yaml(text: str, source: str, *, numbered: bool) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if numbered and mark else source
-        raise RecipeError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+        text = ", ".join(part for part in (error.context, error.problem) if part)
+        raise RecipeError(f"{where}: not valid YAML: {text}") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
