@@ -1,0 +1,189 @@
+"""Compiles a lowered graph with OpenVINO: ONNX -> IR (the portable form) -> the CPU plugin's compiled form."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from builder.tracing.signature import attention_nodes
+from plugins.paged_attention.op import INPUTS
+from runtime.errors import BuildError
+from runtime.kv_layout import KvLayer, KvLayout
+from runtime.manifest import BackendInfo
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from builder.recipe import Recipe
+    from zoo.progress import Progress
+
+ENGINE = "engine.xml"
+WEIGHTS = "engine.bin"  # what ENGINE refers to, by its name alone
+BLOB = "engine.blob"
+
+
+def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Progress | None = None) -> BackendInfo:
+    """Write the engine of `model` into `folder`: the IR, and the compiled form where recipe and machine allow it.
+
+    Weights are stored as the graph has them: bf16, f16 and int8 stay so. They are read from the model one at a time; on
+    the way the disk holds them twice. The compiled form takes the native library (`plugins.native`); without it, and
+    with a note to `progress`, the IR is compiled at each load.
+
+    Raises:
+        BuildError: the graph holds what OpenVINO cannot compute. Nothing is left in `folder` then, nor by any other
+            exception.
+    """
+    import openvino as ov
+
+    from plugins.native import find_native
+    from runtime.executors.openvino_model import OpenVINOEngine, reason
+
+    _check_attention(model)
+    _check_gathers(model)
+    properties = engine_properties(recipe)
+    native = find_native()
+    blob = BLOB if recipe.backend.blob and native else None
+    if recipe.backend.blob and not native and progress:
+        progress.note("no compiled form: our C++ operators are not built here; each load compiles the portable form")
+    try:
+        _write_ir(model, folder)
+        engine = OpenVINOEngine(native, properties)
+        try:
+            compiled = engine.compile_ir(folder / ENGINE)
+        except RuntimeError as error:
+            raise BuildError(f"OpenVINO does not compile the graph: {reason(error)}") from error
+        if blob:
+            with (folder / blob).open("wb") as file:
+                compiled.export_model(_ToFile(file))
+    except BaseException:
+        for name in (ENGINE, WEIGHTS, BLOB):
+            (folder / name).unlink(missing_ok=True)
+        raise
+    return BackendInfo(name="openvino", version=ov.get_version(), properties=properties, engine=ENGINE, blob=blob)
+
+
+def kv_layout(model: ir.Model, recipe: Recipe) -> KvLayout:
+    """The KV cache that the engine of `model` has, layer by layer."""
+    from plugins.paged_attention.openvino import KV_SCALE_BYTES
+
+    layers = []
+    for node in sorted(attention_nodes(model), key=lambda node: node.attributes["layer"].as_int()):
+        layers.append(
+            KvLayer(
+                num_kv_heads=node.attributes["num_kv_heads"].as_int(),
+                key_head_size=node.attributes["head_size"].as_int(),
+                value_head_size=node.attributes["v_head_size"].as_int(),
+                key_dtype=recipe.kv.key,
+                value_dtype=recipe.kv.value,
+                key_scale_bytes=KV_SCALE_BYTES[recipe.kv.key],
+                value_scale_bytes=KV_SCALE_BYTES[recipe.kv.value],
+                sliding_window=node.attributes["sliding_window"].as_int(),
+            )
+        )
+    return KvLayout(block_size=recipe.kv.block_size, layers=tuple(layers))
+
+
+def engine_properties(recipe: Recipe) -> dict[str, str]:
+    """Every property of OpenVINO that changes what the engine computes or how, none left to its default.
+
+    The number of threads is the executor's to set.
+
+    Raises:
+        BuildError: a dtype, or a pair of them, that OpenVINO's paged attention does not compute.
+    """
+    from plugins.paged_attention.openvino import BLOCK_SIZE, KV_DTYPES, KV_PRECISIONS
+
+    compute, kv = recipe.backend.compute, recipe.kv
+    allowed = KV_DTYPES.get(compute)
+    if allowed is None:
+        raise BuildError(f"backend.compute {compute} is not computed by OpenVINO; allowed: {', '.join(KV_DTYPES)}")
+    if kv.key != kv.value or kv.key not in allowed:
+        raise BuildError(
+            f"kv.key {kv.key} with kv.value {kv.value} is not computed by OpenVINO in {compute}; allowed, the same for "
+            f"both: {', '.join(allowed)}"
+        )
+    if kv.block_size != BLOCK_SIZE:
+        raise BuildError(f"kv.block_size {kv.block_size} is impossible with OpenVINO, which has {BLOCK_SIZE} alone")
+    return {
+        "INFERENCE_PRECISION_HINT": compute,
+        "EXECUTION_MODE_HINT": "PERFORMANCE",
+        "KV_CACHE_PRECISION": KV_PRECISIONS[kv.key],
+        "KEY_CACHE_PRECISION": KV_PRECISIONS[kv.key],
+        "VALUE_CACHE_PRECISION": KV_PRECISIONS[kv.value],
+        # By token, a cell depends on its own token alone, and so survives a rollback.
+        "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+        "VALUE_CACHE_QUANT_MODE": "BY_TOKEN",
+        "KEY_CACHE_GROUP_SIZE": "0",
+        "VALUE_CACHE_GROUP_SIZE": "0",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(recipe.backend.dynamic_quantization_group_size),
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": "1",
+        # Pinned threads fight with whatever else runs on the machine.
+        "ENABLE_CPU_PINNING": "NO",
+    }
+
+
+def _check_attention(model: ir.Model) -> None:
+    from plugins.paged_attention.openvino import refusal
+
+    for node in attention_nodes(model):
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        given = {name for name, value in zip(INPUTS, node.inputs, strict=False) if value is not None}
+        reason = refusal(attributes, given)
+        if reason:
+            raise BuildError(f"layer {attributes['layer']}: {reason}")
+
+
+def _check_gathers(model: ir.Model) -> None:
+    """OpenVINO takes an embedding's scales to be one a row, whatever the graph says, and reads past their end."""
+    for node in model.graph:
+        table = node.inputs[0] if node.op_type == "Gather" else None
+        weight = table.producer() if table is not None else None
+        if table is None or weight is None or weight.op_type != "DequantizeLinear":
+            continue
+        axis = weight.attributes["axis"].as_int() if "axis" in weight.attributes else 1
+        scale = weight.inputs[1]
+        if axis != 0 and scale is not None and scale.shape is not None and len(scale.shape):
+            raise BuildError(
+                f"{table.name}: an embedding with scales along axis {axis}; OpenVINO reads such a table wrongly: "
+                "quantize it with a scale a row (axis 0)"
+            )
+
+
+def _write_ir(model: ir.Model, folder: Path) -> None:
+    """ONNX with external data, read by OpenVINO's front end, saved as IR."""
+    import onnx_ir as ir
+    import openvino as ov
+
+    from plugins.paged_attention.openvino import conversion_extension
+    from runtime.executors.openvino_model import reason
+
+    core = ov.Core()
+    core.add_extension(conversion_extension())
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".onnx-") as scratch:
+        path = Path(scratch) / "model.onnx"
+        ir.save(model, path, external_data="model.onnx.data")
+        try:
+            converted = core.read_model(path)
+        except RuntimeError as error:
+            raise BuildError(f"OpenVINO does not read the graph: {reason(error)}") from error
+        ov.save_model(converted, folder / ENGINE, compress_to_fp16=False)
+
+
+class _ToFile(io.BytesIO):
+    """What `export_model` takes for a stream, with the file behind it: the blob is never whole in memory."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__()
+        self._file = file
+
+    def write(self, data, /) -> int:
+        return self._file.write(data)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()

@@ -1,0 +1,68 @@
+"""A paged KV cache in host memory: one flat array a cache input, so that a block is one run of bytes in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+
+
+class KvCache:
+    """The memory of `num_blocks` blocks over several arrays, whose blocks have `block_bytes[i]` bytes each.
+
+    Attributes:
+        arrays: u8 [num_blocks * block_bytes[i]], one a cache input, in the order given; zeroed.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: Sequence[int]):
+        self.num_blocks = num_blocks
+        # Inputs with blocks of one size lie in one allocation [inputs, num_blocks, block bytes]: a block is then copied
+        # in one call for all of them.
+        self._groups: list[NDArray[np.uint8]] = []
+        arrays: dict[int, NDArray[np.uint8]] = {}
+        for size in sorted(set(block_bytes)):
+            members = [i for i, other in enumerate(block_bytes) if other == size]
+            group = _aligned_zeros((len(members), num_blocks, size))
+            self._groups.append(group)
+            arrays |= {i: array.reshape(-1) for i, array in zip(members, group, strict=True)}
+        self.arrays = [arrays[i] for i in range(len(block_bytes))]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, target) blocks, in order."""
+        for source, target in copies:
+            self._check(source)
+            self._check(target)
+            for group in self._groups:
+                group[:, target] = group[:, source]
+
+    def read_block(self, block_id: int) -> bytes:
+        """The block's bytes in every array."""
+        self._check(block_id)
+        return b"".join(group[:, block_id].tobytes() for group in self._groups)
+
+    def write_block(self, block_id: int, data: bytes) -> None:
+        """Put back what `read_block` returned. Raises `ValueError` where `data` has another length."""
+        self._check(block_id)
+        expected = sum(group.shape[0] * group.shape[2] for group in self._groups)
+        if len(data) != expected:
+            raise ValueError(f"a block has {expected} bytes, and {len(data)} were given")
+        offset = 0
+        for group in self._groups:
+            count = group.shape[0] * group.shape[2]
+            group[:, block_id] = np.frombuffer(data, np.uint8, count, offset).reshape(group.shape[0], -1)
+            offset += count
+
+    def _check(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, not {block_id}")
+
+
+def _aligned_zeros(shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Zeroed memory that begins on a cache line. Its pages are taken from the system when first written."""
+    count = int(np.prod(shape))
+    memory = np.zeros(count + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + count].reshape(shape)

@@ -1,0 +1,189 @@
+"""Runs an engine that OpenVINO compiled, on this machine's CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from plugins.native import find_native
+from runtime.errors import ArtifactError, PlancastError
+from runtime.executors.kv_cache import KvCache
+from runtime.executors.openvino_model import OpenVINOEngine, reason
+from runtime.manifest import rebuild_hint
+from runtime.memory import available_memory, format_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from runtime.artifact import Artifact
+    from runtime.executor import StepBatch
+    from runtime.kv_layout import KvLayout
+
+# Graph input -> the batch's field and dtype. A model without rotary embedding has no position_ids.
+_STEP_INPUTS = {
+    "input_ids": ("token_ids", np.int64),
+    "position_ids": ("positions", np.int64),
+    "past_lens": ("past_lens", np.int32),
+    "query_starts": ("query_starts", np.int32),
+    "block_ids": ("block_ids", np.int32),
+    "block_starts": ("block_starts", np.int32),
+    "max_context_len": ("max_context_len", np.int32),
+    "logits_rows": ("logits_rows", np.int64),
+}
+
+
+class OpenVINOExecutor:
+    """An `Executor` over one OpenVINO infer request, to which the KV cache is bound once.
+
+    Attributes:
+        load_source: "blob" where the compiled form was loaded, "ir" where the portable form was compiled.
+        load_seconds: what loading took.
+        num_threads: threads that a step uses.
+    """
+
+    def __init__(self, artifact: Artifact, num_threads: int | None = None):
+        """Load the engine of `artifact`, on `num_threads` threads (default: the manifest's, else one a usable core).
+
+        Raises:
+            ArtifactError: the CPU lacks what the engine computes in, or the engine's files do not load.
+        """
+        begin = time.perf_counter()
+        manifest = artifact.manifest
+        self.kv_layout: KvLayout = manifest.kv
+        self.num_threads = num_threads or manifest.defaults.num_threads or len(os.sched_getaffinity(0))
+        properties = {**manifest.backend.properties, "INFERENCE_NUM_THREADS": str(self.num_threads)}
+        native = find_native()
+        self._engine = OpenVINOEngine(native, properties)
+        self._check_compute(artifact)
+        compiled = self._load(artifact, artifact.blob if native else None)
+        self._request: ov.InferRequest | None = compiled.create_infer_request()
+        self._cache: KvCache | None = None
+        self._cells = {
+            port.any_name: (index, port.element_type, [dim.get_length() for dim in list(port.partial_shape)[1:]])
+            for index, port in enumerate(compiled.inputs)
+            if port.any_name not in _STEP_INPUTS
+        }
+        self._inputs = [
+            (index, *_STEP_INPUTS[port.any_name])
+            for index, port in enumerate(compiled.inputs)
+            if port.any_name in _STEP_INPUTS
+        ]
+        self._check_cells(artifact)
+        self.vocab_size: int = compiled.output(0).partial_shape[1].get_length()
+        self.load_seconds = time.perf_counter() - begin
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks allocated so far (0 before `allocate`)."""
+        return self._cache.num_blocks if self._cache else 0
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache and bind it, in place of what an earlier call allocated.
+
+        Raises:
+            PlancastError: fewer than one block, or more than the free memory holds; with the numbers.
+        """
+        request = self._open_request()
+        if num_blocks < 1:
+            raise PlancastError(f"a KV cache needs at least one block, not {num_blocks}")
+        needed, free = num_blocks * self.kv_layout.bytes_per_block, available_memory()
+        if needed > free.bytes:
+            raise PlancastError(
+                f"a KV cache of {num_blocks} blocks takes {format_size(needed)}, and {format_size(free.bytes)} are "
+                f"free ({free.limited_by}). Ask for less (--kv-cache-memory), or free memory"
+            )
+        sizes = [int(np.prod(shape)) * dtype.bitwidth // 8 for _, dtype, shape in self._cells.values()]
+        cache = KvCache(num_blocks, sizes)
+        for array, (index, dtype, shape) in zip(cache.arrays, self._cells.values(), strict=True):
+            request.set_input_tensor(index, ov.Tensor(array, ov.Shape([num_blocks, *shape]), dtype))
+        self._cache = cache
+
+    def run(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Run one step; see `Executor.run`. The logits are OpenVINO's own memory, overwritten by the next step.
+
+        Raises:
+            PlancastError: nothing is allocated.
+            ValueError: a block or token id out of range, which OpenVINO would not notice before it crashes.
+        """
+        request, cache = self._open_request(), self._allocated()
+        self._check_batch(batch, cache.num_blocks)
+        if batch.copies:
+            cache.copy_blocks(batch.copies)
+        arrays = [np.ascontiguousarray(getattr(batch, field), dtype) for _, field, dtype in self._inputs]
+        for (index, field, _), array in zip(self._inputs, arrays, strict=True):
+            # ascontiguousarray makes the scalar 1-D; the graph wants a scalar.
+            tensor = ov.Tensor(array.reshape(()) if field == "max_context_len" else array, shared_memory=True)
+            request.set_input_tensor(index, tensor)
+        request.infer(share_outputs=True)
+        return request.get_output_tensor(0).data
+
+    def read_block(self, block_id: int) -> bytes:
+        """The block's cells of every layer, as `write_block` takes them back."""
+        return self._allocated().read_block(block_id)
+
+    def write_block(self, block_id: int, data: bytes) -> None:
+        """Put back what `read_block` returned, into any block. Raises `ValueError` where `data` has another length."""
+        self._allocated().write_block(block_id, data)
+
+    def close(self) -> None:
+        """Free the engine and the cache. Idempotent; views of the last logits become invalid."""
+        self._request = self._cache = None  # in this order: the request points into the cache's memory
+
+    def _load(self, artifact: Artifact, blob: Path | None) -> ov.CompiledModel:
+        self.load_source = "ir"
+        if blob:
+            try:
+                compiled = self._engine.import_blob(blob)
+                self.load_source = "blob"
+                return compiled
+            except RuntimeError:
+                pass  # made by another build of OpenVINO, or for another CPU: the portable form still serves
+        try:
+            return self._engine.compile_ir(artifact.file(artifact.manifest.backend.engine))
+        except RuntimeError as error:
+            hint = rebuild_hint(artifact.manifest.name)
+            raise ArtifactError(
+                f"{artifact.path}: OpenVINO does not load the engine ({reason(error)}); {hint}"
+            ) from error
+
+    def _open_request(self) -> ov.InferRequest:
+        if self._request is None:
+            raise PlancastError("the executor is closed")
+        return self._request
+
+    def _allocated(self) -> KvCache:
+        if self._cache is None:
+            raise PlancastError("the executor has no KV cache: call allocate first")
+        return self._cache
+
+    def _check_batch(self, batch: StepBatch, num_blocks: int) -> None:
+        for name, ids, limit in (
+            ("block_ids", batch.block_ids, num_blocks),
+            ("token_ids", batch.token_ids, self.vocab_size),
+        ):
+            if ids.size and (ids.min() < 0 or ids.max() >= limit):
+                raise ValueError(f"{name} must lie in 0..{limit - 1}, and the batch has {ids.min()}..{ids.max()}")
+
+    def _check_cells(self, artifact: Artifact) -> None:
+        """The compiled cache must be what the manifest tells the block pool."""
+        block = sum(int(np.prod(shape)) * dtype.bitwidth // 8 for _, dtype, shape in self._cells.values())
+        if block != self.kv_layout.bytes_per_block:
+            raise ArtifactError(
+                f"{artifact.path}: a KV block has {block} bytes in the engine and {self.kv_layout.bytes_per_block} in "
+                f"the manifest; {rebuild_hint(artifact.manifest.name)}"
+            )
+
+    def _check_compute(self, artifact: Artifact) -> None:
+        """OpenVINO computes in f32, silently, where the CPU has no bf16; the KV cache then has the wrong type."""
+        if self._engine.properties.get("INFERENCE_PRECISION_HINT") == "bf16":
+            offered = self._engine.core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+            if "BF16" not in offered:
+                raise ArtifactError(
+                    f"{artifact.path}: computes in bf16, which this CPU does not (it has {', '.join(offered)}); "
+                    "rebuild it: plancast build RECIPE --set backend.compute=f32 --set kv=f16"
+                )

@@ -1,0 +1,64 @@
+"""Loads the two forms of an OpenVINO engine: the portable IR and the CPU plugin's compiled blob."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+
+from plugins.paged_attention.openvino import reading_core, restore_nodes
+
+_COMPRESSED = (ov.Type.bf16, ov.Type.f16)
+
+
+class OpenVINOEngine:
+    """A core that knows our operators. It must outlive what it compiled: the weights of a blob lie in its memory.
+
+    Args:
+        native: our shared library of C++ operators; without it, blobs cannot be loaded.
+        properties: every property that a compilation gets, under OpenVINO's names.
+    """
+
+    def __init__(self, native: Path | None, properties: dict[str, str]):
+        self.core = reading_core(native)
+        self.properties = properties
+        self._blob: np.memmap | None = None
+
+    def compile_ir(self, path: Path) -> ov.CompiledModel:
+        """Compile the IR at `path` (.xml, its weights beside it in .bin, mapped). Raises `RuntimeError`."""
+        model = self.core.read_model(path)
+        restore_nodes(model)
+        _keep_compressed(model)
+        return self.core.compile_model(model, "CPU", self.properties)
+
+    def import_blob(self, path: Path) -> ov.CompiledModel:
+        """Load a compiled form. Raises `RuntimeError` where this OpenVINO, or this CPU, is not the one it was made for.
+
+        The blob does not hold the properties that it was compiled with: `self.properties` must be the same ones, but
+        for the number of threads.
+        """
+        # Mapped, not read: weights that need no repacking stay in the page cache. OpenVINO keeps no hold on the array.
+        self._blob = np.memmap(path, np.uint8, "c")
+        return self.core.import_model(ov.Tensor(self._blob, shared_memory=True), "CPU", self.properties)
+
+
+def reason(error: RuntimeError) -> str:
+    """What OpenVINO has to say, in a line: its summary, else its last line; the others name its own source files."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    if "Summary:" in lines:
+        return "; ".join(line.removeprefix("-- ") for line in lines[lines.index("Summary:") + 1 :])
+    return lines[-1]
+
+
+def _keep_compressed(model: ov.Model) -> None:
+    """Mark the conversions of stored bf16 and f16 weights as decompressions.
+
+    Without the mark, which IR loses, OpenVINO folds them to f32 when it computes in f32, at twice the memory and time.
+    """
+    for node in model.get_ops():
+        if node.get_type_name() != "Convert":
+            continue
+        stored = node.input_value(0)
+        if stored.get_element_type() in _COMPRESSED and stored.get_node().get_type_name() == "Constant":
+            node.get_rt_info()["decompression_0"] = ""
