@@ -14,7 +14,7 @@ from starlette.responses import Response
 from runtime.errors import PlancastError
 from runtime.server import docs, logs
 from runtime.server.config import ServerConfig
-from runtime.server.errors import ApiError, Kind, dialect_of, to_api_error
+from runtime.server.errors import ApiError, Kind, dialect_of, route_path, to_api_error
 from runtime.server.middleware import Gate
 from runtime.server.registry import ModelRegistry
 from runtime.server.routes import admin, anthropic, chat, completions, ops, page, responses, tgi, tokenize
@@ -49,7 +49,6 @@ def create_app(config: ServerConfig, registry: ModelRegistry) -> FastAPI:
         version=plancast.__version__,
         description="Models served under OpenAI's, TGI's and Anthropic's protocols.",
         lifespan=lifespan,
-        root_path=config.root_path,
         redoc_url=None,
     )
     state = app.state.server = ServerState(config, registry)
@@ -77,13 +76,13 @@ async def _failed(request: Request, error: Exception) -> Response:
     """An error as its protocol says it."""
     if isinstance(error, HTTPException):
         kind = _HTTP_KINDS.get(error.status_code, Kind.INVALID)
-        path = f"{request.method} {request.url.path}"
+        path = f"{request.method} {route_path(request.scope)}"
         message = f"there is no {path}" if kind is Kind.NOT_FOUND else f"{path}: {error.detail}"
         failure = ApiError(kind, message)
     else:
         failure = to_api_error(error)
     request.app.state.server.metrics.failed(failure.kind.value[4])
-    response = failure.response(dialect_of(request.url.path), logs.request_id.get())
+    response = failure.response(dialect_of(request.scope), logs.request_id.get())
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response

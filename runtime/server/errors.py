@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from runtime.errors import (
     ArtifactError,
@@ -51,8 +52,14 @@ class Dialect(Enum):
 _TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
 
 
-def dialect_of(path: str) -> Dialect:
-    """The protocol that a path belongs to."""
+def route_path(scope: Scope) -> str:
+    """The path as routes know it: without the prefix of a proxy."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+
+
+def dialect_of(scope: Scope) -> Dialect:
+    """The protocol that a request's path belongs to."""
+    path = route_path(scope)
     if path in _TGI_PATHS:
         return Dialect.TGI
     return Dialect.ANTHROPIC if path.startswith("/v1/messages") else Dialect.OPENAI

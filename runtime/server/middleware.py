@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server import logs
 from runtime.server.auth import ApiKeys, key_of
-from runtime.server.errors import ApiError, Kind, dialect_of, to_api_error
+from runtime.server.errors import ApiError, Kind, dialect_of, route_path, to_api_error
 
 if TYPE_CHECKING:
     from runtime.server.state import ServerState
@@ -48,7 +48,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        path = route_path(scope)
         request_id = _id_of(headers)
         token = logs.request_id.set(request_id)
         scope.setdefault("state", {})["log"] = extras = {}
@@ -69,11 +69,11 @@ class Gate:
             if status == 0:
                 message = "the server shut down before the request was finished"
                 failure = ApiError(Kind.UNAVAILABLE, message, code="shutdown")
-                await failure.response(dialect_of(path), request_id)(scope, receive, send_with_id)
+                await failure.response(dialect_of(scope), request_id)(scope, receive, send_with_id)
         except Exception as error:
             failure = to_api_error(error)
             if status == 0:
-                await failure.response(dialect_of(path), request_id)(scope, receive, send_with_id)
+                await failure.response(dialect_of(scope), request_id)(scope, receive, send_with_id)
         finally:
             self.log(scope["method"], path, status, time.perf_counter() - started, extras)
             logs.request_id.reset(token)

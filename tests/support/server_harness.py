@@ -50,15 +50,15 @@ class ServerThread:
             executor_args=factory_args or {},
             **options,
         )
+        self.url = "http://server"  # a Unix socket's; else known once the server listens
         self._started: Future[tuple[Server, str, asyncio.AbstractEventLoop]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="test-server", daemon=True)
 
     async def _run(self) -> None:
         try:
             async with prepared(self.config, self._artifacts, self._load) as (server, listener):
-                if listener is None:
-                    url = "http://server"
-                else:
+                url = self.url
+                if listener is not None:
                     scheme = "https" if self.config.ssl_certfile else "http"
                     url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
                 self._started.set_result((server, url, asyncio.get_running_loop()))
