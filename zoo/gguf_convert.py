@@ -71,7 +71,10 @@ def _write_weights(header: GgufHeader, folder: Path) -> dict[str, Any]:
                 f"{header.path}: {kind.replace('_', ' ')} after the conversion ({len(names)}, first {names[0]}), so "
                 "the model would be wrong; use the model's original repository in safetensors form"
             )
-    model.save_pretrained(str(folder), max_shard_size="1TB")
+    try:
+        model.save_pretrained(str(folder), max_shard_size="1TB")
+    except Exception as error:  # safetensors' own error is no OSError
+        raise ZooError(f"cannot write the f32 copy of {header.path.name} ({_one_line(error)})") from None
     (folder / "model.safetensors").chmod(0o644)
     path = folder / "config.json"
     config = {key: value for key, value in json.loads(path.read_text()).items() if key not in _CONFIG_NOISE}

@@ -76,6 +76,14 @@ def parse_model(model: str) -> Target:
 
 
 def _obtain(target: Target, trust_remote_code: bool, progress: Progress, *, refresh: bool) -> Checkpoint:
+    try:
+        return _obtain_checked(target, trust_remote_code, progress, refresh)
+    except OSError as error:  # a full or read-only disk, a folder that is not ours
+        at = f" ({error.filename})" if error.filename else ""
+        raise ZooError(f"{target.name}: {error.strerror or error}{at}") from None
+
+
+def _obtain_checked(target: Target, trust_remote_code: bool, progress: Progress, refresh: bool) -> Checkpoint:
     if target.folder is not None:
         return open_folder(target.folder, name=target.name, trust_remote_code=trust_remote_code, progress=progress)
     if target.gguf is not None:

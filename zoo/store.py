@@ -39,8 +39,12 @@ def home() -> Path:
 
 
 def subfolder(name: str) -> Path:
+    """A part of the store, made where it is missing."""
     folder = home() / name
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ZooError(f"cannot make {folder}: {error.strerror}; set PLANCAST_HOME to a folder of yours") from None
     return folder
 
 

@@ -100,7 +100,8 @@ def write_tiny_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
     for key, value in (metadata or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](key, value)
     backend = tiny_backend()
     vocab = sorted(backend.get_vocab(), key=backend.get_vocab().__getitem__)
     special = {"<|im_start|>", "<|im_end|>", "<|endoftext|>"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +37,7 @@ def leftovers(home: Path) -> list[Path]:
     return list((home / "models").rglob("*")) if (home / "models").is_dir() else []
 
 
-@pytest.mark.parametrize("quantization", ["F32", "F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("quantization", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
 def test_weights_come_out_exactly(tmp_path: Path, quantization: str) -> None:
     kept = write_tiny_gguf(tmp_path / "tiny.gguf", quantization=quantization)
     checkpoint = zoo.resolve(f"gguf:{tmp_path / 'tiny.gguf'}")
@@ -71,6 +73,18 @@ def test_smollm_digits_are_tokens_of_their_own(file: Path) -> None:
     assert pieces == ["in", "Ġ", "2", "0", "2", "4"]
     assert tokenizer.decode(tokenizer.encode("It is 2024, é!").ids) == "It is 2024, é!"
     assert tokenizer.encode("<|im_start|>").tokens == ["<|im_start|>"]
+
+
+@pytest.mark.parametrize("add_bos", [None, False, True])
+def test_bos_as_the_file_says(tmp_path: Path, add_bos: bool | None) -> None:
+    """Case 18 hangs on it: a tokenizer that adds BOS must be known as one."""
+    from tokenizers import Tokenizer
+
+    metadata = {} if add_bos is None else {"tokenizer.ggml.add_bos_token": add_bos}
+    write_tiny_gguf(tmp_path / "t.gguf", metadata=metadata)
+    folder = zoo.resolve(f"gguf:{tmp_path / 't.gguf'}").folder
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello").tokens
+    assert (tokens[0] == "<|im_start|>") == bool(add_bos)
 
 
 def test_converted_once(file: Path) -> None:
@@ -210,6 +224,23 @@ def test_not_enough_memory_or_disk(file: Path, home: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ZooError, match=r"takes .* where 1000 bytes are free"):
         zoo.resolve(f"gguf:{file}")
+    assert not leftovers(home)
+
+
+def test_a_disk_that_fills_up_meanwhile(file: Path, home: Path) -> None:
+    """Case 23: a write that fails (here: by a limit on a file's size) is one line, and nothing is left behind."""
+    code = (
+        "import resource, sys, zoo\n"
+        "from runtime.errors import ZooError\n"
+        "from zoo.gguf_convert import convert\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n    zoo.resolve(sys.argv[1])\n"
+        "except ZooError as error:\n    print(error)\n"
+    )
+    root = Path(zoo.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code, f"gguf:{file}"], cwd=root, capture_output=True, text=True)
+    assert "cannot write the f32 copy of tiny.gguf" in done.stdout, done
+    assert done.stdout.count("\n") == 1
     assert not leftovers(home)
 
 
