@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import re
@@ -16,6 +15,7 @@ from builder.recipe import Recipe
 from builder.recipe_yaml import Node, describe
 from runtime.errors import PlancastError, RecipeError
 from runtime.memory import parse_size
+from zoo.suggest import nearest
 
 # Words that others use for ours, where the spelling alone would not lead there.
 _SYNONYMS = {
@@ -55,11 +55,8 @@ def field_type(path: KeyPath) -> Any:
 
 def suggestion(word: str, candidates: list[str]) -> str:
     """`; did you mean 'x'?`, or nothing where no candidate is near."""
-    near = difflib.get_close_matches(word.lower(), [candidate.lower() for candidate in candidates], n=1, cutoff=0.6)
-    found = next((c for c in candidates if near and c.lower() == near[0]), None)
     synonym = _SYNONYMS.get(word.lower())
-    found = synonym if synonym in candidates else found
-    return f"; did you mean {found!r}?" if found else ""
+    return f"; did you mean {synonym!r}?" if synonym in candidates else nearest(word, candidates)
 
 
 def key_paths(struct: type = Recipe, prefix: KeyPath = ()) -> Iterator[KeyPath]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ZooError
+from zoo.suggest import nearest
 
 CARDS = Path(__file__).resolve().parent / "cards"
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -99,14 +99,6 @@ def load_cards() -> dict[str, ModelCard]:
     """Every card, by name."""
     cards = [_read_card(path) for path in sorted(CARDS.glob("*.yaml"))]
     return {card.name: card for card in cards}
-
-
-def nearest(name: str, candidates: list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where no candidate is near or holds `name`."""
-    word = name.lower()
-    found = [candidate for candidate in candidates if len(word) > 2 and word in candidate.lower()][:3]
-    found = found or difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(candidate) for candidate in found)}?" if found else ""
 
 
 def find_card(name: str) -> ModelCard:

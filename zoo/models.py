@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ZooError
-from zoo.card import HubSource, ModelCard, PackageSource, Source, load_cards, nearest
+from zoo.card import HubSource, ModelCard, PackageSource, Source, load_cards
 from zoo.checkpoint import Checkpoint, open_folder
 from zoo.gguf_header import read_gguf_header
 from zoo.hashing import sha256_file
 from zoo.progress import Progress, Silent
 from zoo.store import drop_leftovers, locked, read_json, slug, staged_folder, subfolder, write_json
+from zoo.suggest import nearest
 
 _MAX_LENGTH = 4096  # characters of a model's name or path
 
