@@ -39,6 +39,8 @@ class BackendConfig(_Section, frozen=True):
     compute: ComputeDtype = "f32"
     # Tokens' activations quantized to int8 in groups of so many channels; 0: not at all.
     dynamic_quantization_group_size: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    # What multiplies by int8 weights: our C++ kernels, where they are built, or OpenVINO's own.
+    linear: Literal["native", "openvino"] = "native"
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None  # None: the machine's cores
     blob: bool = True  # keep the compiled form too, for a fast load
 
