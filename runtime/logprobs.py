@@ -22,17 +22,18 @@ class RowLogprobs:
         """Natural log probability of the token."""
         return float(self.row[token_id]) - self.log_sum
 
-    def rank(self, token_id: int) -> int:
-        """1 + the number of likelier tokens."""
-        return 1 + int(np.count_nonzero(self.row > self.row[token_id]))
-
     def gather(self, token_id: int, num_top: int) -> TokenLogprobs:
-        """The token's entry, then those of the `num_top` likeliest tokens (-1: all), likeliest first."""
+        """The token's entry, then those of the `num_top` likeliest tokens (-1: all), likeliest first.
+
+        A rank is 1 + the number of likelier tokens.
+        """
         ids = top_ids(self.row, self.row.size if num_top < 0 else num_top)
+        values, value = self.row[ids], self.row[token_id]
+        higher = values if values.size and value >= values[-1] else self.row  # whoever is likelier is in `higher`
         return TokenLogprobs(
             token_ids=[token_id, *ids.tolist()],
-            logprobs=[self.logprob(token_id), *(self.row[ids].astype(np.float64) - self.log_sum).tolist()],
-            ranks=[self.rank(token_id), *range(1, ids.size + 1)],
+            logprobs=[float(value) - self.log_sum, *(values.astype(np.float64) - self.log_sum).tolist()],
+            ranks=[1 + int(np.count_nonzero(higher > value)), *range(1, ids.size + 1)],
         )
 
 

@@ -19,8 +19,9 @@ from runtime.errors import RequestError
 from runtime.logits_processors import NEG_INF, LogitsProcessorFactory, build_processors
 from runtime.logprobs import RowLogprobs
 from runtime.messages import TokenLogprobs
-from runtime.sampling.rows import ChunkedExp, search_cdf
-from runtime.sampling.selection import select
+from runtime.sampling.narrow import MAX_CANDIDATES, NarrowRow, draw
+from runtime.sampling.rows import ChunkedExp, chunk_maxima, search_cdf
+from runtime.sampling.selection import Restriction, candidates, select
 from runtime.sampling.state import SamplingState, fill_uniforms
 from runtime.sampling_params import SamplingParams
 
@@ -88,32 +89,71 @@ class Sampler:
 
     def sample(self, logits: NDArray[np.float32], states: Sequence[SamplingState]) -> list[SampledToken]:
         """One token for each row of `logits` f32 [R, V], which is left as it is. The states are not advanced."""
-        lacking = [state for state in states if not state.greedy and state.needs_uniforms()]
+        lacking = [state for state in states if not state.greedy and state.lacks_uniform()]
         if lacking:
             fill_uniforms(lacking)
-        return [self._sample_row(row, state) for row, state in zip(logits, states, strict=True)]
+        results: list[SampledToken] = []
+        narrow: list[NarrowRow] = []
+        narrow_results: list[SampledToken] = []
+        for raw, state in zip(logits, states, strict=True):
+            picked = self._pick(raw, state)
+            if isinstance(picked, NarrowRow):
+                narrow.append(picked)
+                picked = SampledToken(-1)
+                narrow_results.append(picked)
+            results.append(picked)
+        if narrow:
+            for result, token_id in zip(narrow_results, draw(narrow), strict=True):
+                result.token_id = token_id
+        for raw, state, result in zip(logits, states, results, strict=True):
+            if state.wants_logprob and result.error is None:
+                self._add_logprobs(raw, state, result)
+        return results
 
-    def _sample_row(self, raw: NDArray[np.float32], state: SamplingState) -> SampledToken:
+    def _pick(self, raw: NDArray[np.float32], state: SamplingState) -> SampledToken | NarrowRow:
+        """The row's token, or what is left to do for it together with others."""
         try:
             row = self.processed(raw, state)
-        except RequestError as error:  # a grammar too complex to follow
+        except RequestError as error:  # the grammar does not compile, or is too complex to follow
             return SampledToken(-1, error=str(error))
         if state.greedy:
             token_id = int(row.argmax())
             row_max = float(row[token_id])
-        else:
-            token_id, row_max = -1, float(row.max())
+            return SampledToken(token_id) if math.isfinite(row_max) else _no_token(raw, row_max)
+        restriction = state.restriction
+        maxima = chunk_maxima(row) if restriction is not None and restriction.needs_chunks else row
+        row_max = float(maxima.max())
         if not math.isfinite(row_max):
-            return SampledToken(-1, error=_why_no_token(raw, row_max))
-        if not state.greedy:
-            token_id = self._draw(row, row_max, state)
-        sampled = SampledToken(token_id)
-        if state.wants_logprob:
-            logprobs = RowLogprobs(raw, self._exp)
-            sampled.logprob = logprobs.logprob(token_id)
-            if state.num_top is not None:
-                sampled.logprobs = logprobs.gather(token_id, state.num_top)
-        return sampled
+            return _no_token(raw, row_max)
+        if restriction is None:
+            sums, _ = self._exp.fill(row, row_max, state.params.temperature)
+            return SampledToken(self._exp.pick(sums, state.uniform()))
+        found = candidates(row, maxima, row_max, self._exp, restriction)
+        if found.ids.size <= MAX_CANDIDATES:
+            return NarrowRow(found, row_max, restriction, state.uniform())
+        ids, weights = select(found, row_max, restriction)
+        return SampledToken(int(ids[search_cdf(np.cumsum(weights), state.uniform())]))
+
+    def _add_logprobs(self, raw: NDArray[np.float32], state: SamplingState, result: SampledToken) -> None:
+        logprobs = RowLogprobs(raw, self._exp)
+        result.logprob = logprobs.logprob(result.token_id)
+        if state.num_top is not None:
+            result.logprobs = logprobs.gather(result.token_id, state.num_top)
+
+    def distribution(
+        self, raw: NDArray[np.float32], state: SamplingState
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """What `sample` draws from: the ids that may be sampled from the row i64 [K], ascending, and their
+        probabilities f64 [K]; for a greedy state the one id. Raises `RequestError` where there is none."""
+        row = self.processed(raw, state)
+        row_max = float(row.max())
+        if not math.isfinite(row_max):
+            raise RequestError(_no_token(raw, row_max).error or "")
+        if state.greedy:
+            return np.array([row.argmax()]), np.ones(1)
+        restriction = state.restriction or Restriction(state.params.temperature)
+        ids, weights = select(candidates(row, chunk_maxima(row), row_max, self._exp, restriction), row_max, restriction)
+        return ids, weights / weights.sum()
 
     def processed(self, raw: NDArray[np.float32], state: SamplingState) -> NDArray[np.float32]:
         """The row after processors and grammar: `raw` itself where there are none, else a buffer used again."""
@@ -130,28 +170,13 @@ class Sampler:
                 row[self._eos] = raw[self._eos]
         return row
 
-    def _draw(self, row: NDArray[np.float32], row_max: float, state: SamplingState) -> int:
-        params = state.params
-        if not state.restricted:
-            sums, _ = self._exp.fill(row, row_max, params.temperature)
-            return self._exp.pick(sums, state.uniform())
-        ids, weights = select(
-            row,
-            row_max,
-            self._exp,
-            temperature=params.temperature,
-            top_k=state.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            typical_p=params.typical_p,
-        )
-        return int(ids[search_cdf(np.cumsum(weights), state.uniform())])
 
-
-def _why_no_token(raw: NDArray[np.float32], row_max: float) -> str:
+def _no_token(raw: NDArray[np.float32], row_max: float) -> SampledToken:
     if math.isfinite(float(raw.max())):
-        return (
+        why = (
             "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar together "
             "forbid the whole vocabulary"
         )
-    return f"the engine's logits are not finite (their maximum is {row_max}), so nothing can be sampled from them"
+    else:
+        why = f"the engine's logits are not finite (their maximum is {row_max}), so nothing can be sampled from them"
+    return SampledToken(-1, error=why)

@@ -48,16 +48,16 @@ class ChunkedExp:
     def log_sum(self, row: NDArray[np.float32]) -> float:
         """log(sum(exp(row)))."""
         sums, shift = self.fill(row, float(row.max()), 1.0)
-        return math.log(float(np.add.reduce(sums, dtype=np.float64))) + shift
+        return math.log(float(sums.sum(dtype=np.float64))) + shift
 
     def pick(self, sums: NDArray[np.float32], u: float) -> int:
         """The token at `u` in [0, 1) of the cumulative distribution (by chunk, then within it)."""
-        cumulative = np.cumsum(sums, dtype=np.float64)
+        cumulative = sums.cumsum(dtype=np.float64)
         column = search_cdf(cumulative, u)
         # What is left of `u`, as a share of the chunk: its f32 sum here and the f64 one below differ by rounding.
         before = float(cumulative[column - 1]) if column else 0.0
         share = (u * float(cumulative[-1]) - before) / (float(cumulative[column]) - before)
-        inside = np.cumsum(self._matrix[:, column], dtype=np.float64)
+        inside = self._matrix[:, column].cumsum(dtype=np.float64)
         return search_cdf(inside, share) * self.columns + column
 
 
@@ -68,30 +68,37 @@ def search_cdf(cumulative: NDArray[np.float64], u: float) -> int:
 
 
 def chunk_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The largest logit of each chunk, f32 [V // CHUNK] (an incomplete last row of the matrix is left out)."""
+    """The largest logit of each chunk, f32 [V // CHUNK]; what does not fill a line joins the first chunks."""
     columns = row.size // CHUNK
-    return np.maximum.reduce(row[: CHUNK * columns].reshape(CHUNK, columns), axis=0)
+    if columns == 0:
+        return row.copy()
+    whole = CHUNK * columns
+    maxima = np.maximum.reduce(row[:whole].reshape(CHUNK, columns), axis=0)
+    if whole < row.size:
+        np.maximum(maxima[: row.size - whole], row[whole:], out=maxima[: row.size - whole])
+    return maxima
 
 
-def at_least_k_largest(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Ids, ascending, of all tokens whose logit reaches some threshold that at least `k` tokens reach (k <= V).
+def kth_bound(row: NDArray[np.float32], maxima: NDArray[np.float32], k: int) -> float:
+    """A threshold that at least `k` logits reach, at or below the k-th largest; minus infinity for k >= V.
 
     The k largest chunk maxima are k logits, so the k-th largest logit is no less than the k-th largest of them.
     """
     if k >= row.size:
-        return np.arange(row.size)
-    if 2 * k <= row.size // CHUNK:
-        maxima = chunk_maxima(row)
-        threshold = np.partition(maxima, maxima.size - k)[maxima.size - k]
-    else:
-        threshold = np.partition(row, row.size - k)[row.size - k]
-    return np.flatnonzero(row >= threshold)
+        return -math.inf
+    values = (maxima if 2 * k <= maxima.size else row).copy()
+    values.partition(values.size - k)
+    return float(values[values.size - k])
+
+
+def ids_from(row: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
+    """Ids, ascending, of the logits >= `threshold`."""
+    return (row >= threshold).nonzero()[0]
 
 
 def top_ids(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """Ids of the `k` largest logits, largest first, the lower id first among equals."""
     if k <= 0:
         return np.empty(0, np.int64)
-    ids = at_least_k_largest(row, min(k, row.size))
-    order = np.argsort(-row[ids], kind="stable")
-    return ids[order[:k]]
+    ids = ids_from(row, kth_bound(row, chunk_maxima(row), k))
+    return ids[(-row[ids]).argsort(kind="stable")[:k]]

@@ -10,6 +10,7 @@ import numpy as np
 
 from runtime.logits_processors import LogitsProcessor
 from runtime.philox import TOKEN_STREAM, uniforms
+from runtime.sampling.selection import Restriction
 from runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,10 +36,9 @@ class SamplingState:
         "output_token_ids",
         "params",
         "processors",
-        "restricted",
+        "restriction",
         "seed",
         "sequence_index",
-        "top_k",
         "wants_logprob",
     )
 
@@ -57,9 +57,8 @@ class SamplingState:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         self.seed = seed & 0xFFFF_FFFF_FFFF_FFFF
         self.greedy = params.is_greedy
-        self.top_k = max(params.top_k, 0)
-        # Whether anything narrows the choice beyond temperature.
-        self.restricted = self.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0
+        restriction = Restriction.of(params)
+        self.restriction = None if restriction.is_void else restriction
         self.num_top = params.logprobs
         self.wants_logprob = params.logprobs is not None or params.num_sequences > params.n
         self.output_token_ids: list[int] = []
@@ -106,14 +105,13 @@ class SamplingState:
 
     def uniform(self) -> float:
         """The number in [0, 1) that picks the next token."""
-        offset = self.position - self._uniform_start
-        if self._uniform_start < 0 or not 0 <= offset < len(self._uniforms):
+        if self.lacks_uniform():
             fill_uniforms([self])
-            offset = 0
-        return self._uniforms[offset]
+        return self._uniforms[len(self.output_token_ids) - self._uniform_start]
 
-    def needs_uniforms(self) -> bool:
-        return not 0 <= self.position - self._uniform_start < len(self._uniforms)
+    def lacks_uniform(self) -> bool:
+        """Whether the next number must be drawn first (`fill_uniforms` does so for many states at once)."""
+        return not 0 <= len(self.output_token_ids) - self._uniform_start < len(self._uniforms)
 
     def _seeded_params(self) -> SamplingParams:
         import msgspec
