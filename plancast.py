@@ -16,7 +16,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from runtime.version import __version__
 
 # What `import plancast` offers, and where it lives. Loaded on first use: importing plancast costs nothing.
 _EXPORTS = {
@@ -62,6 +62,7 @@ __all__ = [
     "Recipe",
     "RequestOutput",
     "SamplingParams",
+    "__version__",
     "build",
     "load_recipe",
     "main",

@@ -8,11 +8,10 @@ import time
 
 from runtime.llm import LLM
 from runtime.sampling_params import SamplingParams
+from runtime.version import __version__
 
 
 def main() -> None:
-    import plancast
-
     config = json.loads(sys.argv[1])
     llm = LLM(
         config["artifact"],
@@ -22,7 +21,7 @@ def main() -> None:
         max_num_batched_tokens=config["max_num_batched_tokens"],
         enable_prefix_caching=False,
     )
-    print(json.dumps({"ready": True, "version": plancast.__version__}), flush=True)
+    print(json.dumps({"ready": True, "version": __version__}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)

@@ -20,6 +20,7 @@ from runtime.server.registry import ModelRegistry
 from runtime.server.routes import admin, anthropic, chat, completions, ops, page, responses, tgi, tokenize
 from runtime.server.sse import ClientGoneError
 from runtime.server.state import ServerState
+from runtime.version import __version__
 
 _ROUTERS = (
     completions.router,
@@ -37,7 +38,6 @@ _HTTP_KINDS = {404: Kind.NOT_FOUND, 405: Kind.METHOD, 413: Kind.TOO_LARGE, 415: 
 
 def create_app(config: ServerConfig, registry: ModelRegistry) -> FastAPI:
     """The application over the registry's models. It closes them when it shuts down."""
-    import plancast
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -46,7 +46,7 @@ def create_app(config: ServerConfig, registry: ModelRegistry) -> FastAPI:
 
     app = FastAPI(
         title="plancast",
-        version=plancast.__version__,
+        version=__version__,
         description="Models served under OpenAI's, TGI's and Anthropic's protocols.",
         lifespan=lifespan,
         redoc_url=None,
