@@ -38,6 +38,8 @@ from runtime.messages import (
 logger = logging.getLogger("plancast.engine")
 
 SHUT_DOWN = "the engine was shut down before the request ended"
+# Deaths of an engine's process, within a window of time, that are mended.
+MAX_RESTARTS = 3
 # A shutdown may take this long over its drain time: a step in progress ends first.
 STOP_GRACE_S = 10.0
 
@@ -57,9 +59,10 @@ class Listener(Protocol):
 class EngineClient(Protocol):
     """A loaded engine. Every method may be called from any thread."""
 
-    @property
-    def ready(self) -> Ready:
-        """What the core said when it had loaded; the latest core, where it was replaced."""
+    ready: Ready  # what the core said when it had loaded; the latest core, where it was replaced
+
+    def wait_ready(self) -> None:
+        """Wait until the core has loaded. Raises what loading raises."""
         ...
 
     @property
@@ -68,7 +71,9 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def num_restarts(self) -> int: ...
+    def num_restarts(self) -> int:
+        """How often the core's process was replaced."""
+        ...
 
     def add_request(self, request: EngineRequest) -> None:
         """Hand a request over. Raises `EngineDeadError` where the engine is dead or closed."""
@@ -138,19 +143,26 @@ class InProcessEngine:
     """
 
     num_restarts = 0
+    ready: Ready
 
-    def __init__(self, spec: EngineSpec, listener: Listener):
+    def __init__(self, spec: EngineSpec, listener: Listener, *, wait: bool = True):
         self._listener = listener
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._unfinished: dict[str, None] = {}
         self._calls = Calls()
         self._lock = threading.RLock()  # reentrant: a collected stream may abort in mid-call
         self._error: PlancastError | None = None
-        loaded: Future[Ready] = Future()
-        self._thread = threading.Thread(target=self._run, args=(spec, loaded), name="plancast-engine", daemon=True)
+        self._loaded: Future[Ready] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(spec, self._loaded), name="plancast-engine", daemon=True
+        )
         self._thread.start()
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
         try:
-            self.ready = loaded.result()
+            self.ready = self._loaded.result()
         except BaseException:  # Ctrl-C while loading, too: the thread ends as soon as it can
             self._inbox.put(Shutdown())
             raise

@@ -9,13 +9,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from runtime.artifact import Artifact
-from runtime.client.process_engine import MAX_RESTARTS, ProcessEngine
+from runtime.chat_template import ChatTemplate
 from runtime.config import EngineConfig
-from runtime.engine_client import EngineClient, InProcessEngine
+from runtime.engine_client import MAX_RESTARTS, EngineClient, InProcessEngine
 from runtime.engine_process import DEFAULT_FACTORY, EngineSpec
 from runtime.errors import PlancastError, RequestError
 from runtime.memory import parse_size
@@ -26,7 +25,6 @@ from runtime.sampling_params import SamplingParams
 from runtime.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
-    from runtime.chat_template import ChatTemplate
     from runtime.structured import GrammarCompiler
 
 # A prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -85,13 +83,9 @@ class Frontend(Generic[BoxT]):
             kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
             **engine_options,
         )
-        self.tokenizer = Tokenizer.load(opened.path)
-        self.chat_template = _load_chat_template(opened.path, self.tokenizer)
-        self._generation_config = read_json(opened.path / "generation_config.json")
         self._max_logprobs = max_logprobs
         self._deliver = deliver
         self._lock = threading.RLock()  # guards the processor and the boxes
-        self._processor = OutputProcessor(self.tokenizer)
         self._boxes: dict[str, BoxT] = {}
         self._dropped: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._grammars: GrammarCompiler | None = None
@@ -107,11 +101,24 @@ class Frontend(Generic[BoxT]):
             factory=executor_factory or os.environ.get(_FACTORY_VARIABLE) or DEFAULT_FACTORY,
             factory_args=factory_args,
         )
+        # The engine loads beside the tokenizer, and asks for neither before its first request.
         self.engine: EngineClient
         if in_process:
-            self.engine = InProcessEngine(spec, self)
+            self.engine = InProcessEngine(spec, self, wait=False)
         else:
-            self.engine = ProcessEngine(spec, self, max_restarts=max_restarts)
+            from runtime.client.process_engine import ProcessEngine
+
+            self.engine = ProcessEngine(spec, self, max_restarts=max_restarts, wait=False)
+        try:
+            self.tokenizer = Tokenizer.load(opened.path)
+            self.chat_template = ChatTemplate.load(opened.path, self.tokenizer)
+            self._generation_config = read_json(opened.path / "generation_config.json")
+            self._processor = OutputProcessor(self.tokenizer)
+            _ = self.tokenizer.pieces  # made at its first use: better now than in the first answer
+            self.engine.wait_ready()
+        except BaseException:
+            self.engine.close()
+            raise
         for note in self.engine.ready.notes:
             logger.warning("%s", note)
 
@@ -326,9 +333,3 @@ class Frontend(Generic[BoxT]):
     def resume_request(self, request_id: str) -> EngineRequest:
         with self._lock:
             return self._processor.resume_request(request_id)
-
-
-def _load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    from runtime.chat_template import ChatTemplate
-
-    return ChatTemplate.load(folder, tokenizer)

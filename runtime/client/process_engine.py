@@ -27,6 +27,7 @@ import zmq
 from runtime.client.child import EngineChild
 from runtime.client.quarantine import Quarantine
 from runtime.engine_client import (
+    MAX_RESTARTS,
     SHUT_DOWN,
     STOP_GRACE_S,
     Calls,
@@ -52,7 +53,6 @@ from runtime.messages import (
     UtilityReply,
 )
 
-MAX_RESTARTS = 3
 RESTART_WINDOW_S = 300.0
 # Before another try, when the new process died as well before it was up.
 _RETRY_WAIT_S = 0.5
@@ -77,10 +77,13 @@ class ProcessEngine:
         listener: who gets the answers, and knows what was delivered.
         max_restarts: deaths within `restart_window_s` seconds that are mended; one more, and every request ends with
             `EngineDeadError`. Deaths on the search for a culprit do not count, nor do those it is convicted of.
+        wait: False: loading goes on while the caller does something else, and then calls `wait_ready`.
 
     Raises:
         PlancastError: the engine does not load, in the very words of the core.
     """
+
+    ready: Ready
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class ProcessEngine:
         *,
         max_restarts: int = MAX_RESTARTS,
         restart_window_s: float = RESTART_WINDOW_S,
+        wait: bool = True,
     ):
         self._spec = spec
         self._listener = listener
@@ -117,17 +121,20 @@ class ProcessEngine:
         self._counted = EngineStats()  # counters of the cores that died
         self._latest = EngineStats()
 
-        loaded: Future[Ready] = Future()
-        self._loaded: Future[Ready] | None = loaded
+        self._first_ready: Future[Ready] = Future()
         self._thread = threading.Thread(target=self._run, name="plancast-engine-client", daemon=True)
         self._thread.start()
+        if wait:
+            self.wait_ready()
+
+    # Any thread
+
+    def wait_ready(self) -> None:
         try:
-            self.ready = loaded.result()
+            self.ready = self._first_ready.result()
         except BaseException:  # Ctrl-C while loading, too
             self.close()
             raise
-
-    # Any thread
 
     @property
     def is_alive(self) -> bool:
@@ -176,7 +183,7 @@ class ProcessEngine:
         try:
             while not self._is_over():
                 if self._child is None and time.monotonic() >= self._start_at:
-                    self._child = EngineChild(context, self._spec)
+                    self._child = EngineChild(context, self._next_spec())
                 self._wait()
         except PlancastError as error:
             end = error
@@ -188,6 +195,15 @@ class ProcessEngine:
                 self._child.close()
             context.term()
             self._end(end)
+
+    def _next_spec(self) -> EngineSpec:
+        """What the next process opens. Each writes an iteration log of its own, beside the first one."""
+        log = self._spec.config.iteration_log
+        if log is None or not self.num_restarts:
+            return self._spec
+        stem, suffix = os.path.splitext(log)
+        config = msgspec.structs.replace(self._spec.config, iteration_log=f"{stem}.restart-{self.num_restarts}{suffix}")
+        return msgspec.structs.replace(self._spec, config=config)
 
     def _is_over(self) -> bool:
         if self._close_by is None:
@@ -319,9 +335,8 @@ class ProcessEngine:
         # Another core must hold what this one did, however much memory is free then.
         config = msgspec.structs.replace(self._spec.config, num_blocks=ready.num_blocks)
         self._spec = msgspec.structs.replace(self._spec, config=config)
-        if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            loaded.set_result(ready)
+        if not self._first_ready.done():
+            self._first_ready.set_result(ready)
         self._sent_calls.clear()
         self._send_calls()
         self._give()
@@ -372,7 +387,7 @@ class ProcessEngine:
         death = f"the engine process {child.describe_exit()}"
         if self._failure is not None:
             death = f"{death}: {self._failure.error}"
-        if self._loaded is not None:
+        if not self._first_ready.done():
             raise failure_error(self._failure) if self._failure is not None else EngineDeadError(f"{death} on loading")
         self._failure = None
         if self._close_by is not None:
@@ -423,5 +438,5 @@ class ProcessEngine:
         unfinished, self._records = list(self._records), {}
         self._listener.on_outputs(failed(unfinished, str(error)))
         self._calls.fail(EngineDeadError(str(error)))
-        if self._loaded is not None:
-            self._loaded.set_exception(error)
+        if not self._first_ready.done():
+            self._first_ready.set_exception(error)

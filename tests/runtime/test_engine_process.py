@@ -183,6 +183,19 @@ def test_requests_and_calls_made_while_the_engine_is_down_wait_for_the_next(
     assert "dropped" not in recorder.tokens
 
 
+def test_each_process_writes_an_iteration_log_of_its_own(recorder: Recorder, tmp_path: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, iteration_log=str(tmp_path / "steps.jsonl"))
+    engine = ProcessEngine(spec(config=config, step_s=0.005), recorder)
+    try:
+        submit(engine, recorder, request("a", [1, 2]))
+        recorder.wait_for_tokens(4)
+        os.kill(engine.ready.pid, signal.SIGKILL)
+        recorder.wait("a")
+    finally:
+        engine.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["steps.jsonl", "steps.restart-1.jsonl"]
+
+
 def test_too_many_deaths_end_every_request_with_the_reason(recorder: Recorder) -> None:
     engine = ProcessEngine(spec(step_s=0.01), recorder, max_restarts=1)
     try:
