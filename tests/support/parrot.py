@@ -65,3 +65,8 @@ def open_parrot(
     """For `executor_factory`."""
     size = vocab_size if artifact is None else artifact.manifest.model.vocab_size
     return ParrotModel(size, step_s=step_s, **options)
+
+
+def open_slow(artifact: Any = None, *, num_threads: int | None = None) -> SlowHashModel:
+    """The hash model at 20 ms a step, for whole processes, which take no arguments."""
+    return SlowHashModel(artifact.manifest.model.vocab_size, step_s=0.02)

@@ -3,6 +3,7 @@
 const NAMES = ["free", "cached", "used", "shared"];
 const TOKENS = ["--block-free", "--block-cached", "--block-used", "--block-shared"];
 const FADE_MS = 900;
+const MAX_HEIGHT = 190; // CSS pixels
 
 export class BlockMap {
   constructor(canvas, legend, tip) {
@@ -42,19 +43,21 @@ export class BlockMap {
   /** Squares as large as fit, at most 18 px. Where even 3 px do not fit, a square stands for several blocks. */
   layout() {
     const width = this.canvas.clientWidth;
-    const height = this.canvas.clientHeight;
+    let height = MAX_HEIGHT;
     let cell = Math.min(18, Math.floor(Math.sqrt((width * height) / Math.max(1, this.states.length))));
     cell = Math.max(cell, 3);
     while (cell > 3 && Math.ceil(this.states.length / Math.floor(width / cell)) * cell > height) cell--;
     const columns = Math.max(1, Math.floor(width / cell));
     const rows = Math.max(1, Math.floor(height / cell));
     const perCell = Math.max(1, Math.ceil(this.states.length / (columns * rows)));
+    height = Math.max(cell, Math.ceil(this.states.length / perCell / columns) * cell);
     return { width, height, cell, columns, perCell };
   }
 
   draw() {
     const { width, height, cell, columns, perCell } = this.layout();
     const ratio = devicePixelRatio || 1;
+    this.canvas.style.height = `${height}px`;
     if (this.canvas.width !== width * ratio || this.canvas.height !== height * ratio) {
       this.canvas.width = width * ratio;
       this.canvas.height = height * ratio;
