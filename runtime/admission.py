@@ -18,6 +18,7 @@ class RequestGate:
         self.vocab_size = vocab_size
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._eos_token_ids = frozenset(config.eos_token_ids)
         self._arrivals = 0
 
     def admit(self, message: EngineRequest) -> Request:
@@ -46,9 +47,8 @@ class RequestGate:
         max_total_tokens = self._max_total_tokens(len(prompt), params.max_tokens, width)
         self._arrivals += 1
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
-        request = Request(message, (priority, self._arrivals), width, max_total_tokens)
-        if not params.ignore_eos:
-            request.eos_token_ids = frozenset(self.config.eos_token_ids)
+        eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        request = Request(message, (priority, self._arrivals), width, max_total_tokens, eos_token_ids)
         if params.prompt_logprobs is not None:
             request.wants_prompt_logprobs = True
             request.reads_cache = False  # a cached token has no logits

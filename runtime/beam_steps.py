@@ -17,7 +17,7 @@ def start_beams(request: Request) -> None:
     request.beam = BeamSearch(
         beam_width=params.beam_width,
         n=params.n,
-        eos_token_ids=request.eos_token_ids | request.stop_token_ids,
+        eos_token_ids=request.end_token_ids,
         max_tokens=request.max_total_tokens - request.num_prompt_tokens,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,

@@ -6,34 +6,27 @@ A step is `Scheduler.schedule` -> `build_batch` -> `Executor.run` -> `Sampler.sa
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from runtime.admission import RequestGate
 from runtime.batch import build_batch
-from runtime.beam_steps import advance_beams, beam_result, start_beams
+from runtime.beam_steps import start_beams
 from runtime.config import EngineConfig
 from runtime.errors import RequestError
 from runtime.executor import Executor
+from runtime.harvest import Harvester, note_finish, request_delta
 from runtime.iteration_log import IterationLog
-from runtime.logprobs import prompt_logprobs
 from runtime.memory import plan_kv_cache
 from runtime.messages import EngineRequest, EngineStats, RequestDelta, SequenceDelta, StepOutputs
 from runtime.sampler import Sampler
-from runtime.scheduler import ScheduledSequence, ScheduledStep, Scheduler
+from runtime.scheduler import ScheduledStep, Scheduler
 from runtime.scheduling.kv_manager import KvManager
 from runtime.scheduling.kv_report import KvReport, kv_report
 from runtime.scheduling.slo import Goodput
-from runtime.scheduling.waiting_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from runtime.sequence import Request, Sequence
 from runtime.swap import SwapFile, SwapSlots
-
-if TYPE_CHECKING:
-    from runtime.sampler import SampledToken
 
 
 class EngineCore:
@@ -69,8 +62,9 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self._gate = RequestGate(config, executor.vocab_size, executor.num_blocks, layout.block_size)
         self._deltas: list[RequestDelta] = []  # answers that need no step
+        self._num_structured = 0  # requests with a grammar
         self._stats = EngineStats(num_blocks=executor.num_blocks, block_size=layout.block_size)
-        self._fair = False  # a request has named its user
+        self._harvester = Harvester(self.scheduler, self.sampler, self._stats, clock, self._end)
         self._log = IterationLog(config.iteration_log, self, clock) if config.iteration_log else None
 
     # --- requests ----------------------------------------------------------------------------------------------
@@ -100,11 +94,12 @@ class EngineCore:
         if params.beam_width:
             start_beams(request)
         self.requests[message.request_id] = request
+        self._num_structured += params.structured_outputs is not None
         if message.user is not None:
-            self._fair = True
+            self._harvester.charge_users = True
         over = [delta for sequence in request.live[:] if (delta := self._finish_if_over(sequence)) is not None]
         if over:
-            self._deltas.append(self._delta(request, over))
+            self._deltas.append(request_delta(request, over))
         if request.live:
             self.scheduler.add(request)
         else:
@@ -112,7 +107,7 @@ class EngineCore:
 
     def _finish_if_over(self, sequence: Sequence) -> SequenceDelta | None:
         """A resumed sequence whose last delivered token had ended it, when the news of that was lost."""
-        if sequence.num_output_tokens == 0 or self._finish_reason(sequence, sequence.tokens[-1]) is None:
+        if sequence.num_output_tokens == 0 or not note_finish(sequence, sequence.tokens[-1]):
             return None
         sequence.request.live.remove(sequence)
         return SequenceDelta(sequence.index, [], None, sequence.finish_reason, sequence.stop_reason)
@@ -126,16 +121,14 @@ class EngineCore:
         Nothing more is said of what was aborted; a request whose sequences are all over is over.
         """
         for request_id in request_ids:
-            request = self.requests.pop(request_id, None)
+            request = self.requests.get(request_id)
             if request is not None:
                 self.scheduler.remove(request)
-                request.finished = True
+                self._forget(request, "abort")
                 self._stats.requests_aborted += 1
-                if self._log is not None:
-                    self._log.ended(request, "abort")
         for request_id, index in sequences:
             request = self.requests.get(request_id)
-            if request is None or request.beam is not None:
+            if request is None or not request.forked or request.beam is not None:
                 continue
             for sequence in request.live:
                 if sequence.index == index:
@@ -158,6 +151,7 @@ class EngineCore:
             self._expire(began, self.config.queue_timeout)
         step = self.scheduler.schedule()
         scheduled = self.clock()
+        self._stats.peak_used_blocks = max(self._stats.peak_used_blocks, self.kv.pool.num_used)
         for request in step.admitted:
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = began
@@ -170,9 +164,11 @@ class EngineCore:
             self._log.plan(step)
         batch = build_batch(step, self.kv.block_size)
         built = self.clock()
+        if self._num_structured:  # their masks are made beside the pass
+            self.sampler.prefetch([part.sequence.sampling for part in step.sequences if part.num_rows])
         logits = self.executor.run(batch)
         ran = self.clock()
-        self._process(step, logits)
+        self._deltas += self._harvester.harvest(step, logits)
         ended = self.clock()
         self.scheduler.step_time.observe(len(step.sequences), step.num_prefill_tokens, ended - began)
         self._stats.steps += 1
@@ -184,7 +180,7 @@ class EngineCore:
     def _expire(self, now: float, timeout: float) -> None:
         for request in self.scheduler.waiting.expired(now, timeout):
             self.scheduler.remove(request)
-            del self.requests[request.request_id]
+            self._forget(request, "error")
             waited = now - request.arrival_time
             self._refuse(
                 request.request_id,
@@ -202,174 +198,22 @@ class EngineCore:
         self._stats.swapped_out_blocks += len(step.swap_outs)
         self._stats.swapped_in_blocks += len(step.swap_ins)
 
-    def _process(self, step: ScheduledStep, logits: NDArray[np.float32]) -> None:
-        """Take note of what was computed, sample, and tell."""
-        advance = self.kv.advance
-        targets: list[Sequence] = []
-        rows: list[int] = []
-        beams: dict[str, tuple[Request, list[int]]] = {}
-        row = 0
-        for part in step.sequences:
-            sequence = part.sequence
-            advance(sequence, part.num_tokens)
-            if self._fair and part.num_tokens > 1:
-                self.scheduler.waiting.charge(sequence.request.user, PROMPT_TOKEN_COST * part.num_tokens)
-            if not part.num_rows:
-                continue
-            request = sequence.request
-            if request.wants_prompt_logprobs:
-                self._take_prompt_logprobs(part, logits[row : row + part.num_rows])
-            row += part.num_rows
-            if sequence.num_computed < len(sequence.tokens):
-                continue
-            if request.beam is not None:
-                beams.setdefault(request.request_id, (request, []))[1].append(row - 1)
-                continue
-            targets.append(sequence)
-            rows.append(row - 1)
-            if not request.forked:
-                for child in self._fork(request):
-                    targets.append(child)
-                    rows.append(row - 1)
-        for request, beam_rows in beams.values():
-            self._step_beams(request, logits[beam_rows])
-        if targets:
-            chosen = logits if rows == list(range(len(logits))) else logits[rows]
-            self._take_tokens(targets, self.sampler.sample(chosen, [sequence.sampling for sequence in targets]))
+    def _end(self, request: Request, error: str | None = None) -> None:
+        """A request ran to its end, or into an error of its own."""
+        if error is None:
+            self._forget(request, "finish")
+            self._stats.requests_finished += 1
+            self.goodput.count(request)
+        else:
+            self._forget(request, "error")
+            self._refuse(request.request_id, error, "request")
 
-    def _fork(self, request: Request) -> list[Sequence]:
-        """The prompt is computed: start the other sequences on the same blocks."""
-        first = request.live[0]
-        request.forked = True
-        for index in range(1, request.width):
-            child = Sequence(request, index, first.tokens[:])
-            child.sampling = self.sampler.new_state(request.params, request.message.prompt_token_ids, index)
-            self.kv.fork(first, child)
-            request.sequences.append(child)
-            request.live.append(child)
-        return request.live[1:]
-
-    def _take_tokens(self, sequences: list[Sequence], sampled: list[SampledToken]) -> None:
-        """Append each sequence's new token, end those that are over, and queue the deltas."""
-        now = self.clock()
-        deltas = self._deltas
-        self._stats.generation_tokens += len(sequences)
-        grouped: dict[str, list[SequenceDelta]] = {}
-        for sequence, token in zip(sequences, sampled, strict=True):
-            request = sequence.request
-            if token.error is not None:
-                self._fail(request, token.error)
-                continue
-            if request.finished:
-                continue  # a sibling's sampling failed
-            token_id = token.token_id
-            sequence.tokens.append(token_id)
-            state = sequence.sampling
-            state.append(token_id, token.logprob)
-            if request.first_token_time is None:
-                self._first_token(request, now)
-            request.last_token_time = now
-            reason = self._finish_reason(sequence, token_id)
-            delta = SequenceDelta(
-                sequence.index,
-                [token_id],
-                None if token.logprobs is None else [token.logprobs],
-                reason,
-                sequence.stop_reason,
-                None if token.logprob is None else state.cumulative_logprob,
-            )
-            if self._fair:
-                self.scheduler.waiting.charge(request.user, OUTPUT_TOKEN_COST)
-            if reason is not None:
-                self.scheduler.finish_sequence(sequence)
-            if request.width > 1:
-                grouped.setdefault(request.request_id, []).append(delta)
-            else:
-                deltas.append(self._delta(request, [delta]))
-                if reason is not None:
-                    self._end(request)
-        for request_id, parts in grouped.items():
-            request = self.requests.get(request_id)
-            if request is not None:
-                deltas.append(self._delta(request, parts))
-                if not request.live:
-                    self._end(request)
-
-    def _delta(self, request: Request, sequences: list[SequenceDelta]) -> RequestDelta:
-        delta = RequestDelta(
-            request_id=request.request_id,
-            sequences=sequences,
-            finished=not request.live,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            first_scheduled_time=request.first_scheduled_time,
-        )
-        if request.wants_prompt_logprobs:
-            delta.prompt_logprobs = request.prompt_logprobs
-            request.wants_prompt_logprobs = False
-        return delta
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
-        """Why the sequence is over after this token, or None; noted on the sequence too."""
-        request = sequence.request
-        if token_id in request.eos_token_ids:
-            sequence.finish_reason = "stop"
-        elif token_id in request.stop_token_ids:
-            sequence.finish_reason, sequence.stop_reason = "stop", token_id
-        elif len(sequence.tokens) >= request.max_total_tokens:
-            sequence.finish_reason = "length"
-        return sequence.finish_reason
-
-    def _first_token(self, request: Request, now: float) -> None:
-        request.first_token_time = now
-        if not request.resumed:
-            self._stats.prompt_tokens += request.num_prompt_tokens
-
-    def _take_prompt_logprobs(self, part: ScheduledSequence, logits: NDArray[np.float32]) -> None:
-        """Score the prompt tokens that follow the chunk's rows."""
-        sequence, request = part.sequence, part.sequence.request
-        first = sequence.num_computed - part.num_rows  # position of the first row's own token
-        known = len(request.prompt_logprobs)  # prompt tokens scored so far, the first one's None included
-        following = sequence.tokens[max(known, first + 1) : min(request.num_prompt_tokens, sequence.num_computed + 1)]
-        if following:
-            skip = max(known, first + 1) - first - 1
-            num_top = request.params.prompt_logprobs
-            assert num_top is not None
-            scored = prompt_logprobs(logits[skip : skip + len(following)], following.tolist(), num_top)
-            request.prompt_logprobs.extend(scored)
-
-    def _step_beams(self, request: Request, logits: NDArray[np.float32]) -> None:
-        now = self.clock()
-        if request.first_token_time is None:
-            self._first_token(request, now)
-        request.last_token_time = now
-        self._stats.generation_tokens += advance_beams(request, logits, self.kv)
-        if request.beam.is_done:
-            results = beam_result(request)
-            self.scheduler.remove(request)
-            self._deltas.append(self._delta(request, results))
-            self._end(request)
-
-    # --- endings -----------------------------------------------------------------------------------------------
-
-    def _fail(self, request: Request, error: str) -> None:
-        """End one request with an error; the others go on."""
-        if request.finished:
-            return
-        self.scheduler.remove(request)
+    def _forget(self, request: Request, reason: str) -> None:
         request.finished = True
         del self.requests[request.request_id]
-        self._refuse(request.request_id, error, "engine")
+        self._num_structured -= request.params.structured_outputs is not None
         if self._log is not None:
-            self._log.ended(request, "error")
-
-    def _end(self, request: Request) -> None:
-        request.finished = True
-        del self.requests[request.request_id]
-        self._stats.requests_finished += 1
-        self.goodput.count(request)
-        if self._log is not None:
-            self._log.ended(request, "finish")
+            self._log.ended(request, reason)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block. Returns how many there were."""
@@ -399,7 +243,7 @@ class EngineCore:
         stats.prefix_cache_queries, stats.prefix_cache_hits = kv.prefix_queries, kv.prefix_hits
         stats.preemptions = self.scheduler.preemptions
         stats.requests_in_slo, stats.tokens_in_slo = self.goodput.good, self.goodput.good_tokens
-        snapshot = EngineStats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+        snapshot = copy.copy(stats)
         if with_blocks:
             snapshot.block_states = pool.states()
         return snapshot

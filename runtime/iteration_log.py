@@ -10,6 +10,7 @@ Lines, told apart by `type`:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -155,28 +156,33 @@ class IterationLog:
                 swap_ins=len(step.swap_ins),
             )
         )
-        if ended >= self._flush_due and self._file is not None:
-            self._file.flush()
+        if ended >= self._flush_due:
             self._flush_due = ended + _FLUSH_EVERY_S
+            self._attempt(lambda file: file.flush())
 
     def ended(self, request: Request, reason: str) -> None:
         """A request is over."""
         self._write(LogEnd(t=round(self._clock() - self._start, 6), request_id=request.request_id, reason=reason))
 
     def _write(self, line: LogLine) -> None:
+        self._attempt(lambda file: file.write(self._encoder.encode(line) + b"\n"))
+
+    def _attempt(self, action: Callable[[IO[bytes]], object]) -> None:
+        """Do something with the file. If that fails the log is over, and the engine goes on."""
         if self._file is None:
             return
         try:
-            self._file.write(self._encoder.encode(line) + b"\n")
+            action(self._file)
         except OSError as error:
             logging.getLogger("plancast").warning("the iteration log ends here: %s", error)
-            self._file = None
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
 
     def close(self) -> None:
         """Write out what is buffered. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._attempt(lambda file: file.close())
+        self._file = None
 
 
 def _ms(start: float, end: float) -> float:

@@ -118,7 +118,8 @@ class Scheduler:
             self._make_room_for_priority(step)
         starved = self._schedule_decodes(step)
         budget = self._prefill_budget(step)
-        budget = self._schedule_prefills(step, budget)
+        if len(step.sequences) < sum([len(request.live) for request in self.running]):
+            budget = self._schedule_prefills(step, budget)
         # Right after a preemption blocks are scarce; and a block that a copy still reads must not be swapped into.
         if batch_open and (not starved or not step.sequences):
             self._admit(step, budget)
@@ -159,7 +160,7 @@ class Scheduler:
                 drafts = min(len(sequence.draft_token_ids), spare)
                 spare -= drafts
                 counts.append(1 + drafts)
-            while (needed := self._blocks_to_grow(ready, counts)) > self._available(request):
+            while (needed := kv.blocks_to_grow(ready, counts)) > self._available(request):
                 victim = self._victim(index)
                 self._preempt(victim, step)
                 starved = True
@@ -175,9 +176,6 @@ class Scheduler:
                 index += 1
         step.num_decode_tokens = sum([part.num_tokens for part in scheduled])
         return starved
-
-    def _blocks_to_grow(self, sequences: list[Sequence], counts: list[int]) -> int:
-        return sum(self.kv.blocks_to_grow(sequence, count) for sequence, count in zip(sequences, counts, strict=True))
 
     def _available(self, request: Request) -> int:
         """Blocks that the request may take now."""

@@ -83,6 +83,7 @@ class Request:
         "admissions_at_arrival",
         "arrival_time",
         "beam",
+        "end_token_ids",
         "eos_token_ids",
         "finished",
         "first_scheduled_time",
@@ -112,7 +113,14 @@ class Request:
         "width",
     )
 
-    def __init__(self, message: EngineRequest, rank: tuple[int, int], width: int, max_total_tokens: int):
+    def __init__(
+        self,
+        message: EngineRequest,
+        rank: tuple[int, int],
+        width: int,
+        max_total_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ):
         params = message.params
         self.message = message
         self.request_id = message.request_id
@@ -124,8 +132,9 @@ class Request:
         self.width = width  # sequences that it runs side by side
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_total_tokens = max_total_tokens  # prompt and output of one sequence
-        self.eos_token_ids: frozenset[int] = frozenset()
+        self.eos_token_ids = eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.sequences: list[Sequence] = []  # every one that was started, by index
         self.live: list[Sequence] = []  # the unfinished ones
         self.forked = width == 1

@@ -19,7 +19,8 @@ class SwapSlots:
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._untouched = 0  # slots from here on were never used
+        self._free: list[int] = []
         self._used: set[int] = set()
 
     @property
@@ -27,17 +28,20 @@ class SwapSlots:
         return len(self._used)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` slots, or None where fewer are free. The lowest ones come first, so that the file stays short."""
-        if count > len(self._free):
+        """`count` slots, or None where fewer are free. Used ones come first, so that the file stays short."""
+        if count > self.num_slots - len(self._used):
             return None
-        slots = [self._free.pop() for _ in range(count)]
+        reused = min(count, len(self._free))
+        slots = [self._free.pop() for _ in range(reused)]
+        slots += range(self._untouched, self._untouched + count - reused)
+        self._untouched += count - reused
         self._used.update(slots)
         return slots
 
     def free(self, slot: int) -> None:
         """Give a slot back. What it holds may be read until the next `allocate`."""
         if slot not in self._used:
-            raise ValueError(f"swap slot {slot} is freed twice")
+            raise ValueError(f"swap slot {slot} is not in use: it cannot be freed")
         self._used.remove(slot)
         self._free.append(slot)
 
@@ -45,7 +49,7 @@ class SwapSlots:
         """Assert that exactly the `expected` slots are in use."""
         if self._used != expected:
             raise AssertionError(f"swap slots in use {sorted(self._used)}, expected {sorted(expected)}")
-        if sorted(self._free + list(self._used)) != list(range(self.num_slots)):
+        if sorted([*self._free, *self._used]) != list(range(self._untouched)):
             raise AssertionError("swap slots are lost or doubled")
 
 

@@ -142,15 +142,23 @@ class KvManager:
 
     # --- growth ------------------------------------------------------------------------------------------------
 
-    def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that writing the next `num_tokens` tokens takes: new ones, and copies of shared ones."""
-        size, table = self.block_size, sequence.block_ids
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        needed = max(0, -(-end // size) - len(table))
-        refs, cached = self.pool.ref_counts, self.pool.cached
-        for block_id in table[start // size : -(-end // size)]:
-            if refs[block_id] != 1 or cached[block_id]:
-                needed += 1
+    def blocks_to_grow(self, sequences: list[Sequence], counts: list[int]) -> int:
+        """Blocks that writing each sequence's next tokens takes, in this order: new ones, and copies of shared ones.
+
+        Of sequences that share a block, the last one to write it needs no copy.
+        """
+        size, refs, cached = self.block_size, self.pool.ref_counts, self.pool.cached
+        needed = 0
+        left: dict[int, int] = {}  # references to a block once the sequences before have their copies
+        for sequence, count in zip(sequences, counts, strict=True):
+            table, start = sequence.block_ids, sequence.num_computed
+            last = -(-(start + count) // size)
+            needed += max(0, last - len(table))
+            for block_id in table[start // size : last]:
+                holders = left.get(block_id, refs[block_id])
+                if holders != 1 or cached[block_id]:
+                    needed += 1
+                    left[block_id] = holders - 1
         return needed
 
     def grow(self, sequence: Sequence, num_tokens: int, copies: Copies) -> None:

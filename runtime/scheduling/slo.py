@@ -35,7 +35,8 @@ class StepTimeModel:
             self._outliers += 1
             if self._outliers < _WARM_UP:  # a lasting change is no outlier
                 return
-        self._outliers = 0
+        else:
+            self._outliers = 0
         self.steps += 1
         features = (1.0, float(num_decodes), float(num_prefill_tokens))
         for i, row in enumerate(self._products):

@@ -34,14 +34,29 @@ def test_fork_shares_all_blocks_and_copies_the_last_one_on_write() -> None:
     assert child.block_ids == parent.block_ids
     assert kv.pool.num_used == 2
     copies: list[tuple[int, int]] = []
-    assert kv.blocks_to_grow(child, 1) == 1
+    assert kv.blocks_to_grow([child], [1]) == 1
     kv.grow(child, 1, copies)
     assert copies == [(parent.block_ids[1], child.block_ids[1])]
     assert child.block_ids[0] == parent.block_ids[0]
-    assert kv.blocks_to_grow(parent, 1) == 0, "the last holder writes in place"
+    assert kv.blocks_to_grow([parent], [1]) == 0, "the last holder writes in place"
     kv.grow(parent, 1, copies)
     assert len(copies) == 1
     kv.pool.check([parent.block_ids, child.block_ids])
+
+
+def test_of_those_who_share_a_block_the_last_writer_needs_no_copy() -> None:
+    """Counting a copy for each would call a request too big that fits: it would preempt itself for ever."""
+    kv = KvManager(4, SIZE)
+    parent = sequence_of(2, kv=kv)
+    siblings = [parent] + [Sequence(parent.request, index, parent.tokens[:]) for index in range(1, 4)]
+    for sibling in siblings[1:]:
+        kv.fork(parent, sibling)
+    assert kv.blocks_to_grow(siblings, [1] * 4) == 3 == kv.pool.num_free
+    copies: list[tuple[int, int]] = []
+    for sibling in siblings:
+        kv.grow(sibling, 1, copies)
+    assert len(copies) == 3
+    kv.pool.check([sibling.block_ids for sibling in siblings])
 
 
 def test_a_block_that_the_cache_knows_is_never_written() -> None:
@@ -52,7 +67,7 @@ def test_a_block_that_the_cache_knows_is_never_written() -> None:
     full = sequence.block_ids[1]
     assert kv.pool.cached[full]
     copies: list[tuple[int, int]] = []
-    assert kv.blocks_to_grow(sequence, 1) == 1
+    assert kv.blocks_to_grow([sequence], [1]) == 1
     kv.grow(sequence, 1, copies)
     assert copies == [(full, sequence.block_ids[1])]
     other = sequence_of(9, kv=kv, computed=8)
