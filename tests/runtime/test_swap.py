@@ -78,10 +78,10 @@ def test_swapped_sequences_go_on_without_recomputing(model: str, caching: bool) 
 
 def test_shared_blocks_are_swapped_once() -> None:
     """n = 3: the prompt's blocks take one slot each, and are shared again when they come back."""
-    driver = Driver(make_core(18, preemption_mode="swap", swap_space=1 << 22, enable_prefix_caching=False))
+    driver = Driver(make_core(19, preemption_mode="swap", swap_space=1 << 22, enable_prefix_caching=False))
     core = driver.core
     first = make_request("first", [5] * 8, max_tokens=60, ignore_eos=True)
-    second = make_request("second", list(range(16)), greedy=False, n=3, max_tokens=12, ignore_eos=True)
+    second = make_request("second", list(range(16)), greedy=False, n=3, max_tokens=20, ignore_eos=True)
     driver.add(first)
     driver.step()
     driver.add(second)
