@@ -27,16 +27,22 @@ def trace(checkpoint: Checkpoint, *, max_context_len: int, trust_remote_code: bo
         BuildError: the model is of a kind that cannot be traced right, or its weights do not fit its config.
     """
     from builder.tracing.capture import capture, instantiate
+    from builder.tracing.checks import check_attention_layers, check_token_axis
     from builder.tracing.cleanup import cleanup
-    from builder.tracing.config import load_config
+    from builder.tracing.config import check_config, load_config, num_attention_layers
+    from builder.tracing.rope import pin_longrope
     from builder.tracing.signature import name_dimensions, wire_caches
     from builder.tracing.weights import attach_weights
 
     config = load_config(checkpoint, trust_remote_code=trust_remote_code)
+    check_config(config, max_context_len=max_context_len)
     model = instantiate(config, trust_remote_code=trust_remote_code)
+    pin_longrope(model, max_context_len)
     traced = capture(model)
+    check_attention_layers(traced, num_attention_layers(config), type(model).__name__)
     cleanup(traced)
     name_dimensions(traced)
+    check_token_axis(traced)
     wire_caches(traced)
     attach_weights(traced, model, checkpoint)
     return traced

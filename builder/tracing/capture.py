@@ -29,7 +29,10 @@ def instantiate(config: Any, *, trust_remote_code: bool) -> torch.nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from builder.tracing import experts
+
     attention.register()
+    experts.register()
     config = copy.deepcopy(config)  # from_config does not copy: two models would share one attention setting
     config.use_cache = False
     try:
@@ -38,6 +41,7 @@ def instantiate(config: Any, *, trust_remote_code: bool) -> torch.nn.Module:
                 config,
                 dtype=torch.float32,
                 attn_implementation=attention.IMPLEMENTATION,
+                experts_implementation=experts.IMPLEMENTATION,
                 trust_remote_code=trust_remote_code,
             )
     except (ValueError, ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:

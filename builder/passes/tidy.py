@@ -1,0 +1,113 @@
+"""Remove what computes nothing: duplicates, dead nodes, casts and reshapes without effect; fold arithmetic on weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from builder.passes.base import GraphPass
+from builder.passes.conditions import flat_attention, well_formed
+from builder.passes.graph import constant, dims, replace, scalar, weight
+from builder.weights import lazy, static_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from builder.recipe import Recipe
+
+# What may be done to a weight once, before the engine is built (gemma's `1 + weight`), instead of in each step.
+_WEIGHT_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.divide,
+    "Neg": np.negative,
+    "Exp": np.exp,
+}
+
+
+class Tidy(GraphPass):
+    """The graph without duplicates (such as cos and sin for each layer), dead nodes, no-op casts, reshapes and factors."""
+
+    name = "tidy"
+    requires = (well_formed, flat_attention)
+    ensures = (well_formed, flat_attention)
+
+    def run(self, model: ir.Model, recipe: Recipe) -> int:
+        before = len(model.graph)
+        for node in list(model.graph):
+            _simplify(node)
+        common.RemoveUnusedNodesPass()(model)
+        for node in list(model.graph):
+            _fold_weight(model, node)
+        ir.passes.Sequential(
+            common.DeduplicateInitializersPass(size_limit=1024),
+            common.CommonSubexpressionEliminationPass(),
+            common.RemoveUnusedNodesPass(),
+            common.RemoveUnusedOpsetsPass(),
+        )(model)
+        return before - len(model.graph)
+
+
+def _simplify(node: ir.Node) -> None:
+    """Let the users of a node that changes nothing use its input; join reshapes of reshapes."""
+    data = node.inputs[0] if node.inputs else None
+    if data is None or not node.outputs:
+        return
+    output = node.outputs[0]
+    if node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Expand") and dims(data) == dims(output) is not None:
+        replace(output, data)
+    elif node.op_type == "Reshape":
+        while (inner := data.producer()) is not None and inner.op_type in ("Reshape", "Squeeze", "Unsqueeze"):
+            data = inner.inputs[0]
+            assert data is not None
+        if dims(data) == dims(output) is not None:
+            replace(output, data)
+        elif _independent(node):
+            node.replace_input_with(0, data)
+    elif (node.op_type == "Cast" and node.attributes["to"].as_int() == data.dtype) or node.op_type == "Identity":
+        if not (data.is_graph_input() and output.is_graph_output()):
+            replace(output, data)
+    elif node.op_type in ("Mul", "Div") and dims(data) == dims(output) is not None and scalar(node.inputs[1]) == 1.0:
+        replace(output, data)
+
+
+def _independent(reshape: ir.Node) -> bool:
+    """Whether the target shape means the same for any input: constant, and no 0 that copies a dimension of the input."""
+    target = constant(reshape.inputs[1])
+    return target is not None and not (target == 0).any()
+
+
+def _fold_weight(model: ir.Model, node: ir.Node) -> None:
+    """Arithmetic, casts and reshapes on a weight, and nothing else, become a weight that is computed when it is read."""
+    operands = [weight(value) for value in node.inputs]
+    if node.domain or not operands or any(tensor is None for tensor in operands):
+        return
+    output = node.outputs[0]
+    shape = dims(output)
+    if shape is None or output.dtype is None or any(not isinstance(dim, int) for dim in shape):
+        return
+    if node.op_type in _WEIGHT_ARITHMETIC:
+        compute = _WEIGHT_ARITHMETIC[node.op_type]
+    elif node.op_type in ("Reshape", "Unsqueeze", "Squeeze"):
+        operands, compute = operands[:1], lambda array: array.reshape(shape)
+    elif node.op_type == "Cast" and output.dtype.is_floating_point():
+        numpy_dtype = output.dtype.numpy()
+        compute = lambda array: array.astype(numpy_dtype)  # noqa: E731
+    else:
+        return
+    tensors = [tensor for tensor in operands if tensor is not None]
+    name = (
+        max((v for v in node.inputs if v is not None), key=lambda v: np.prod(static_shape(v), dtype=int)).name
+        or "weight"
+    )
+    tensor = lazy(name, output.dtype, static_shape(output), lambda: compute(*(t.numpy() for t in tensors)))
+    output_name = f"{name}.{node.op_type.lower()}"
+    while output_name in model.graph.initializers:
+        output_name += "_"
+    folded = ir.Value(name=output_name, type=output.type, shape=output.shape, const_value=tensor)
+    model.graph.initializers[output_name] = folded
+    replace(output, folded)

@@ -1,0 +1,109 @@
+"""Runs a traced graph in NumPy, step by step over a real paged cache, and the same tokens through transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from plugins.paged_attention.op import DOMAIN
+from plugins.paged_attention.reference import reference
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class PagedAttention(OpRun):
+    """`plancast::PagedAttention` in NumPy. The caches are written in place, as the operator says."""
+
+    op_domain = DOMAIN
+
+    def _run(self, *inputs: Any, kv_dtype: str = "f32", layer: int = 0, **attributes: Any) -> tuple[np.ndarray]:
+        padded = (*inputs, *(None,) * (12 - len(inputs)))
+        return (reference(*padded, **attributes),)
+
+
+def self_contained(model: ir.Model) -> onnx.ModelProto:
+    """The proto of `model` with every weight in it."""
+    import onnx_ir as ir
+
+    proto = ir.serde.serialize_model(model)
+    for tensor in proto.graph.initializer:
+        value = model.graph.initializers[tensor.name].const_value
+        assert value is not None
+        tensor.CopyFrom(onnx.numpy_helper.from_array(value.numpy(), tensor.name))
+    return proto
+
+
+class OnnxSteps:
+    """A graph and its caches. `step` runs new tokens of several sequences; blocks are handed out scattered."""
+
+    def __init__(self, model: ir.Model, num_blocks: int = 24, seed: int = 0):
+        self.evaluator = ReferenceEvaluator(self_contained(model), new_ops=[PagedAttention])
+        self.inputs = {value.name: value for value in model.graph.inputs}
+        self.caches: dict[str, np.ndarray] = {}
+        for name, value in self.inputs.items():
+            if name is not None and "_cache." in name:
+                assert value.shape is not None
+                dims = [num_blocks if not isinstance(dim, int) else dim for dim in value.shape]
+                self.caches[name] = np.full(dims, np.nan, np.float32)  # a read of a cell that nobody wrote shows
+                self.block_size = dims[2]
+        self.free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+        self.tables: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def step(self, new_tokens: dict[str, list[int]], rows: list[int] | None = None) -> np.ndarray:
+        """Run the new tokens of each sequence (by its name) and return the logits `[R, V]` of `rows` (default: all)."""
+        past, positions, starts = [], [], [0]
+        for name, tokens in new_tokens.items():
+            before = self.lengths.get(name, 0)
+            past.append(before)
+            positions += range(before, before + len(tokens))
+            starts.append(starts[-1] + len(tokens))
+            self.lengths[name] = before + len(tokens)
+            table = self.tables.setdefault(name, [])
+            while len(table) * self.block_size < self.lengths[name]:
+                table.append(self.free.pop())
+        tables = [self.tables[name] for name in new_tokens]
+        feeds = {
+            "input_ids": np.array([t for tokens in new_tokens.values() for t in tokens], np.int64),
+            "position_ids": np.array(positions, np.int64),
+            "past_lens": np.array(past, np.int32),
+            "query_starts": np.array(starts, np.int32),
+            "block_ids": np.array([b for table in tables for b in table], np.int32),
+            "block_starts": np.cumsum([0, *map(len, tables)]).astype(np.int32),
+            "max_context_len": np.array(max(self.lengths[name] for name in new_tokens), np.int32),
+            "logits_rows": np.arange(starts[-1]) if rows is None else np.array(rows, np.int64),
+            **self.caches,
+        }
+        (logits,) = self.evaluator.run(None, {name: feeds[name] for name in self.inputs if name is not None})
+        return np.asarray(logits)
+
+
+def hf_logits(model: Any, tokens: list[int]) -> np.ndarray:
+    """Logits `[T, V]` of transformers over one whole sequence."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
+
+
+def largest_difference(graph: ir.Model, model: Any, vocab_size: int) -> float:
+    """Largest |graph - transformers| over the logits' scale: two prompts together, then a chunk with a decode, then decodes."""
+    rng = np.random.default_rng(1)
+    whole = {name: rng.integers(3, vocab_size, n).tolist() for name, n in (("a", 21), ("b", 12))}
+    expected = {name: hf_logits(model, tokens) for name, tokens in whole.items()}
+    scale = max(float(np.abs(logits).max()) for logits in expected.values())
+    run = OnnxSteps(graph)
+    done = dict.fromkeys(whole, 0)
+    worst = 0.0
+    for counts in ({"a": 9, "b": 11}, {"a": 11, "b": 1}, {"a": 1}):
+        logits = run.step({name: whole[name][done[name] : done[name] + n] for name, n in counts.items()})
+        want = np.concatenate([expected[name][done[name] : done[name] + n] for name, n in counts.items()])
+        worst = max(worst, float(np.abs(logits - want).max()))
+        for name, n in counts.items():
+            done[name] += n
+    return worst / scale
