@@ -50,6 +50,7 @@ class AdmittedRequest(msgspec.Struct, array_like=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    forks_into: int = 1  # sequences that start from its prompt's logits
 
 
 class LogStep(msgspec.Struct, tag="step", kw_only=True):
@@ -147,6 +148,7 @@ class IterationLog:
                         request.num_prompt_tokens,
                         request.num_cached_tokens,
                         request.num_preemptions,
+                        1 if request.forked else request.width,
                     )
                     for request in step.admitted
                 ],
