@@ -7,7 +7,6 @@ serving defaults and bounds. So a second build of the same recipe, or of one tha
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from runtime.artifact_writer import ArtifactWriter, check_replaceable
 from runtime.errors import ArtifactError, BuildError
 from runtime.hardware import this_machine
 from runtime.manifest import FileInfo, HardwareInfo, Limits, Manifest, Parity, RuntimeDefaults
+from runtime.version import __version__
 
 if TYPE_CHECKING:
     from zoo.checkpoint import Checkpoint
@@ -223,7 +223,7 @@ def _manifest(recipe: Recipe, checkpoint: Checkpoint, engine: stages.CompiledEng
     return Manifest(
         name=recipe.name,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        plancast_version=_own_version(),
+        plancast_version=__version__,
         recipe=recipe_to_dict(recipe),
         recipe_hash=recipe_hash(recipe),
         model=model_info(checkpoint, max_context_len=limits.max_context_len),
@@ -345,13 +345,6 @@ def _model_size(checkpoint: Checkpoint) -> ModelSize:
 
 
 def _cache() -> BuildCache:
-    from zoo.store import subfolder
+    from zoo.store import home
 
-    return BuildCache(subfolder("builds"))
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("plancast")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
+    return BuildCache(home() / "builds")

@@ -164,7 +164,7 @@ def _parity(console: Console, parity: Parity | None) -> None:
             ("greedy", f"{same}; {parity.greedy_matching_tokens} of {parity.greedy_tokens} tokens up to a difference"),
             ("KL divergence", f"{parity.mean_kl:.3g} nats on average, {parity.p99_kl:.3g} at the 99th percentile"),
             ("top-1 agreement", f"{parity.top1_agreement:.2%} of {parity.positions} positions"),
-            ("perplexity", f"{parity.perplexity:.3f} (reference {parity.reference_perplexity:.3f})"),
+            ("perplexity", f"{parity.perplexity:.6g} (reference {parity.reference_perplexity:.6g})"),
         ],
     )
 

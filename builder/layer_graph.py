@@ -56,11 +56,13 @@ def operator_counts(model: ir.Model) -> dict[str, int]:
 
 
 def weight_bytes(model: ir.Model) -> dict[str, int]:
-    """Bytes of the weights by dtype (`f32`, `bf16`, `int8`, ...), largest first; a shared weight counts once."""
+    """Bytes of the weights by dtype (f32, bf16, int8, ...) or as `scale`, largest first; a shared one counts once."""
+    scales = {value for node in model.graph if node.op_type == "DequantizeLinear" for value in node.inputs[1:] if value}
     total: Counter[str] = Counter()
     for value in model.graph.initializers.values():
-        if value.const_value is not None:
-            total[_dtype_name(value)] += int(value.const_value.nbytes)
+        if value.const_value is None or value.const_value.size < _WEIGHT_ELEMENTS:
+            continue
+        total["scale" if value in scales else _dtype_name(value)] += int(value.const_value.nbytes)
     return dict(total.most_common())
 
 

@@ -65,6 +65,6 @@ def _parity(parity: Parity | None) -> list[str]:
         f"- KL divergence: {parity.mean_kl:.2e} nats on average, {parity.p99_kl:.2e} at the 99th percentile, over "
         f"{parity.positions} positions",
         f"- same most likely token: {parity.top1_agreement:.2%}",
-        f"- perplexity: {parity.perplexity:.3f} (the original: {parity.reference_perplexity:.3f})",
+        f"- perplexity: {parity.perplexity:.6g} (the original: {parity.reference_perplexity:.6g})",
         "",
     ]

@@ -78,4 +78,5 @@ def _size(config: dict[str, Any], folder: Path, *names: str) -> int:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-    raise BuildError(f"{folder / 'config.json'} has no {names[0]}, so it is no decoder's config")
+    kind = config.get("model_type")
+    raise BuildError(f"{folder / 'config.json'} (model_type {kind!r}) has no {names[0]}, so it is no decoder's config")
