@@ -93,6 +93,7 @@ class IterationLog:
         self._start = clock()
         self._flush_due = self._start
         self._planned: list[tuple[str, int, int, int, int]] = []
+        self._admitted: list[AdmittedRequest] = []
         try:
             self._file: IO[bytes] | None = open(path, "wb")  # noqa: SIM115 (it lives as long as the core)
         except OSError as error:
@@ -122,6 +123,17 @@ class IterationLog:
             )
             for part in step.sequences
         ]
+        self._admitted = [
+            AdmittedRequest(
+                request.request_id,
+                round(request.arrival_time - self._start, 6),
+                request.num_prompt_tokens,
+                request.num_cached_tokens,
+                request.num_preemptions,
+                1 if request.forked else request.width,
+            )
+            for request in step.admitted
+        ]
 
     def step(self, step: ScheduledStep, number: int, times: tuple[float, float, float, float, float]) -> None:
         """A planned step has run; `times` are the clock at its begin and after schedule, build, run and process."""
@@ -141,17 +153,7 @@ class IterationLog:
                 decode_tokens=step.num_decode_tokens,
                 prefill_tokens=step.num_prefill_tokens,
                 seqs=self._planned,
-                admitted=[
-                    AdmittedRequest(
-                        request.request_id,
-                        round(request.arrival_time - start, 6),
-                        request.num_prompt_tokens,
-                        request.num_cached_tokens,
-                        request.num_preemptions,
-                        1 if request.forked else request.width,
-                    )
-                    for request in step.admitted
-                ],
+                admitted=self._admitted,
                 preempted=[request.request_id for request in step.preempted],
                 copies=len(step.copies),
                 swap_outs=len(step.swap_outs),

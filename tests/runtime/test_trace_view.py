@@ -61,6 +61,16 @@ def test_lives_are_whole(log: Path) -> None:
     assert lives["late"].sequences[0].phases[0].end - lives["late"].arrival > 0.01, "it waited"
 
 
+def test_each_of_n_sequences_counts_its_first_token(tmp_path: Path) -> None:
+    """A prompt that is computed and forked in its first step."""
+    driver = Driver(make_core(iteration_log=str(tmp_path / "log")))
+    driver.add(make_request("r", [1, 2], greedy=False, n=4, max_tokens=3, ignore_eos=True))
+    driver.run()
+    driver.core.close()
+    trace = build_trace(*read_log(str(tmp_path / "log")))
+    assert trace.requests[0].output_tokens == 12 == driver.core.stats().generation_tokens
+
+
 def test_figures_add_up(log: Path) -> None:
     figures = summarize(build_trace(*read_log(str(log))))
     assert figures["output_tokens"] >= 69
