@@ -220,7 +220,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._frontend.engine.call(method, **args))
 
     async def drain(self, timeout: float) -> bool:
-        """Wait until no request is under way, at most `timeout` seconds. Takes no new ones off the table."""
+        """Wait until no request is under way, at most `timeout` seconds; returns whether it came to that."""
         deadline = asyncio.get_running_loop().time() + timeout
         while self.num_unfinished:
             if asyncio.get_running_loop().time() >= deadline:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from runtime.client.frontend import Frontend, Prompt
-from runtime.errors import PlancastError, RequestError
+from runtime.errors import EngineDeadError, PlancastError, RequestError
 from runtime.messages import EngineRequest, EngineStats, Ready
 from runtime.outputs import RequestOutput
 from runtime.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ _Box = queue.SimpleQueue[RequestOutput]
 
 # Requests handed to the engine at a time, as a multiple of those that it runs side by side.
 _WINDOW = 4
-_STATS_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 60.0
 
 
 class LLM:
@@ -250,11 +250,17 @@ class LLM:
 
     def stats(self, with_blocks: bool = False) -> EngineStats:
         """A snapshot of the engine; `with_blocks` adds one byte a KV block. Raises `EngineDeadError`."""
-        return self._frontend.engine.call("stats", with_blocks=with_blocks).result(_STATS_TIMEOUT_S)
+        return self._call("stats", with_blocks=with_blocks)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block. Returns how many there were. Raises `EngineDeadError`."""
-        return self._frontend.engine.call("reset_prefix_cache").result(_STATS_TIMEOUT_S)
+        return self._call("reset_prefix_cache")
+
+    def _call(self, method: str, **args: Any) -> Any:
+        try:
+            return self._frontend.engine.call(method, **args).result(_CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineDeadError(f"the engine did not answer within {_CALL_TIMEOUT_S:.0f} s") from None
 
     def close(self) -> None:
         """End what runs and free the engine. Idempotent."""

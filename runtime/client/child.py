@@ -33,6 +33,7 @@ class EngineChild:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], spec: EngineSpec):
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._has_said_goodbye = False
         self._folder = Path(tempfile.mkdtemp(prefix="plancast-"))  # 0700: only this user can connect
         if len(os.fsencode(self._folder / "engine")) > _MAX_SOCKET_PATH:
             self._folder.rmdir()
@@ -73,18 +74,20 @@ class EngineChild:
         messages: list[FromEngine] = []
         while True:
             try:
-                messages.append(self._decoder.decode(self.socket.recv(zmq.NOBLOCK)))
+                message = self._decoder.decode(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return messages
+            messages.append(message)
+            self._has_said_goodbye |= isinstance(message, EngineFailure | Stopped)
 
     def receive_last(self) -> list[FromEngine]:
         """What the process left when it ended: up to its last word, if it came to say one."""
         self.process.wait()
-        said_goodbye = self.process.returncode in (0, EXIT_FAILED)
+        patience = _LAST_WORD_MS if self.process.returncode in (0, EXIT_FAILED) else _LAST_ANSWERS_MS
         messages = self.receive()
         # The bytes are here; ZeroMQ's thread may not have read them yet.
-        while not (messages and isinstance(messages[-1], EngineFailure | Stopped)):
-            if not self.socket.poll(_LAST_WORD_MS if said_goodbye else _LAST_ANSWERS_MS):
+        while not self._has_said_goodbye:
+            if not self.socket.poll(patience):
                 break
             messages += self.receive()
         return messages

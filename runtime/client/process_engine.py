@@ -11,12 +11,12 @@ under another id each time, so that late answers to an earlier time fall on the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ import zmq
 
 from runtime.client.child import EngineChild
 from runtime.client.quarantine import Quarantine
+from runtime.client.restarts import Convicts, RestartBudget
 from runtime.engine_client import (
     MAX_RESTARTS,
     SHUT_DOWN,
@@ -96,7 +97,6 @@ class ProcessEngine:
     ):
         self._spec = spec
         self._listener = listener
-        self._max_restarts, self._restart_window_s = max_restarts, restart_window_s
         self._owner_pid = os.getpid()
         # Guards _error, and the queue and waker against their end. Reentrant: a collected stream may abort in mid-call.
         self._lock = threading.RLock()
@@ -104,6 +104,7 @@ class ProcessEngine:
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calls = Calls()
+        self._convicts = Convicts()
         self.num_restarts = 0
 
         # From here on the thread's alone.
@@ -115,7 +116,7 @@ class ProcessEngine:
         self._by_core_id: dict[str, _Record] = {}
         self._sent_calls: set[int] = set()
         self._quarantine = Quarantine()
-        self._deaths: deque[float] = deque()
+        self._budget = RestartBudget(max_restarts, restart_window_s)
         self._start_at = 0.0
         self._close_by: float | None = None  # monotonic; set once shutting down
         self._counted = EngineStats()  # counters of the cores that died
@@ -141,6 +142,8 @@ class ProcessEngine:
         return self._error is None
 
     def add_request(self, request: EngineRequest) -> None:
+        if request in self._convicts:
+            raise RequestError("a request like this one crashed the engine, again and again: it is refused")
         try:
             encoded = _encode(request)
         except (TypeError, ValueError, OverflowError) as error:
@@ -183,7 +186,7 @@ class ProcessEngine:
         try:
             while not self._is_over():
                 if self._child is None and time.monotonic() >= self._start_at:
-                    self._child = EngineChild(context, self._next_spec())
+                    self._child = self._start(context)
                 self._wait()
         except PlancastError as error:
             end = error
@@ -195,6 +198,12 @@ class ProcessEngine:
                 self._child.close()
             context.term()
             self._end(end)
+
+    def _start(self, context: zmq.Context[Any]) -> EngineChild:
+        try:
+            return EngineChild(context, self._next_spec())
+        except OSError as error:
+            raise EngineDeadError(f"the engine's process cannot be started: {error}") from None
 
     def _next_spec(self) -> EngineSpec:
         """What the next process opens. Each writes an iteration log of its own, beside the first one."""
@@ -400,26 +409,17 @@ class ProcessEngine:
         self._held = dict(self._records)  # in the order of arrival again
         if convicted is not None:
             self._refuse(self._records[convicted], death)
-            self._deaths.clear()
+            self._budget.forgive()
         elif not was_explained:
-            self._count_death(death)
+            self._budget.spend(death)
         self.num_restarts += 1
         self._start_at = 0.0 if was_up else time.monotonic() + _RETRY_WAIT_S
         level = logging.WARNING if not was_explained else logging.INFO
         logger.log(level, "%s; starting it again, %d requests go on", death, len(self._records))
 
-    def _count_death(self, death: str) -> None:
-        now = time.monotonic()
-        self._deaths.append(now)
-        while now - self._deaths[0] > self._restart_window_s:
-            self._deaths.popleft()
-        if len(self._deaths) > self._max_restarts:
-            raise EngineDeadError(
-                f"{death}; it died {len(self._deaths)} times within {self._restart_window_s:.0f} s, and at most "
-                f"{self._max_restarts} restarts are tried: start anew once the cause is mended"
-            )
-
     def _refuse(self, record: _Record, death: str) -> None:
+        with contextlib.suppress(KeyError):  # its abort is on the way
+            self._convicts.add(self._listener.resume_request(record.request_id))
         self._forget(record)
         text = f"this request crashes the engine, again and again and with no other beside it, and is refused ({death})"
         logger.error("request %s: %s", record.request_id, text)

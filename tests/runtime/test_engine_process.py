@@ -220,9 +220,10 @@ def test_too_many_deaths_end_every_request_with_the_reason(recorder: Recorder) -
 
 def test_a_poisoned_request_is_refused_alone(recorder: Recorder) -> None:
     """Requests whose answers come upon a deadly token (case: a crash in mid-stream) and one whose prompt holds it."""
-    deadly = 500
-    prompts = {f"r{i}": [i % 400, 3, i // 400] for i in range(32)}
+    deadly = 349
+    prompts = {f"r{i}": [i, 3, 0] for i in range(32)}
     doomed = {name for name, prompt in prompts.items() if deadly in expected(prompt)[:-1]}
+    assert len(doomed) == 1
     prompts["poison"] = [9, deadly, 9]
     doomed.add("poison")
     engine = ProcessEngine(spec("open_poisoned", deadly_tokens=[deadly], step_s=0.001), recorder)
@@ -238,8 +239,12 @@ def test_a_poisoned_request_is_refused_alone(recorder: Recorder) -> None:
             else:
                 assert recorder.tokens[name][0] == expected(prompt), name
         assert engine.is_alive
+        restarts = engine.num_restarts
+        with pytest.raises(RequestError, match="crashed the engine"):
+            engine.add_request(request("poison again", prompts["poison"]))
         submit(engine, recorder, request("after", [1, 2]))
         recorder.wait("after")
+        assert engine.num_restarts == restarts
     finally:
         engine.close()
 
@@ -343,6 +348,14 @@ def test_a_socket_path_too_long_for_the_kernel_goes_elsewhere(
     engine = ProcessEngine(spec(), recorder)
     engine.close()
     assert not list(deep.iterdir())
+
+
+def test_a_process_that_cannot_be_started_says_why(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(EngineDeadError, match=r"cannot be started: .*gone"):
+        ProcessEngine(spec(), recorder)
 
 
 ORPHAN = """

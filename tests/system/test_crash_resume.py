@@ -19,8 +19,8 @@ QUESTIONS = [
     "Explain photosynthesis to a child.",
     "List three uses of a paperclip.",
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
-SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=1234, max_tokens=40)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=1234, max_tokens=24)
 MEMORY = "256MiB"
 
 
@@ -46,7 +46,7 @@ def test_32_streams_of_the_real_model_outlive_two_kills(smollm2_f32_artifact: Pa
                 return text, token_ids
 
             streams = [asyncio.create_task(collect(i)) for i in range(32)]
-            for target in (200, 600):
+            for target in (160, 480):
                 while num_tokens < target:
                     await asyncio.sleep(0.01)
                 os.kill(llm.ready.pid, signal.SIGKILL)

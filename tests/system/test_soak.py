@@ -1,4 +1,4 @@
-"""A short soak: hundreds of mixed requests, kills among them, and nothing is left over. The long one is `bench/soak.py`."""
+"""A short soak: hundreds of mixed requests, kills among them, and nothing is left over (long: `bench/soak.py`)."""
 
 from __future__ import annotations
 
