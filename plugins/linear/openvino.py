@@ -74,7 +74,8 @@ def int8_weight(product: ov.Node) -> Int8Weight | None:
     if convert.get_type_name() != "Convert":
         return None
     values = convert.input_value(0).get_node()
-    if scale.get_type_name() == "Convert":  # scales kept in half precision
+    shape = tuple(scale.get_output_partial_shape(0).get_shape()) if scale.get_output_partial_shape(0).is_static else ()
+    while scale.get_type_name() in ("Convert", "Reshape"):  # of half precision, of a vector to a column
         scale = scale.input_value(0).get_node()
     if values.get_type_name() != "Constant" or scale.get_type_name() != "Constant":
         return None
@@ -84,8 +85,6 @@ def int8_weight(product: ov.Node) -> Int8Weight | None:
     array = array if transposed else array.T
     channels = np.asarray(scale.data, np.float32).reshape(-1)
     axis = int(not transposed)  # of the channels, in the shape as stored
-    shape = tuple(scale.get_output_shape(0))
-    expected = tuple(array.shape[0] if i == axis else 1 for i in range(2))
-    if channels.size != array.shape[0] or (shape != expected and len(shape) == 2):
+    if channels.size != array.shape[0] or shape != tuple(channels.size if i == axis else 1 for i in range(2)):
         return None
     return Int8Weight(np.ascontiguousarray(array), channels)
