@@ -68,15 +68,13 @@ def search_cdf(cumulative: NDArray[np.float64], u: float) -> int:
 
 
 def chunk_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The largest logit of each chunk, f32 [V // CHUNK]; what does not fill a line joins the first chunks."""
+    """The largest logit of each chunk f32 [V // CHUNK]; what does not fill a line of the matrix is one chunk more."""
     columns = row.size // CHUNK
     if columns == 0:
         return row.copy()
     whole = CHUNK * columns
     maxima = np.maximum.reduce(row[:whole].reshape(CHUNK, columns), axis=0)
-    if whole < row.size:
-        np.maximum(maxima[: row.size - whole], row[whole:], out=maxima[: row.size - whole])
-    return maxima
+    return maxima if whole == row.size else np.append(maxima, row[whole:].max())
 
 
 def kth_bound(row: NDArray[np.float32], maxima: NDArray[np.float32], k: int) -> float:
