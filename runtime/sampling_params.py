@@ -102,12 +102,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The token sequences of `bad_words`, each as the start of a text and after a space (vLLM's rule)."""
+    """The token sequences of `bad_words`, each as it begins a text and as it follows a space (vLLM's two forms)."""
     sequences: list[list[int]] = []
     for word in words:
         bare = tokenizer.encode(word.lstrip() or word, add_special_tokens=False)
         spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        for ids in (bare, spaced):
-            if ids and ids not in sequences and (ids is bare or len(ids) == len(bare)):
+        # A spaced form that ends with the bare one is forbidden by it already.
+        for ids in (bare,) if bare and spaced[-len(bare) :] == bare else (bare, spaced):
+            if ids and ids not in sequences:
                 sequences.append(ids)
     return sequences
