@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from builder import stages
-from builder.cache import BuildCache, build_key, place
+from builder.cache import BuildCache, build_key, place, uses_native
 from builder.estimate import Estimate, ModelSize, estimate, require, require_disk, same_disk
 from builder.layer_graph import GRAPH_NAME
 from builder.model_card import model_card
@@ -231,7 +231,8 @@ def _manifest(recipe: Recipe, checkpoint: Checkpoint, engine: stages.CompiledEng
         hardware=HardwareInfo(
             machine=this_machine().machine, isa=this_machine().isa if engine.backend.blob is not None else []
         ),
-        plugins={name: version for name, version in installed_plugins().items() if name in engine.operators},
+        plugins={name: version for name, version in installed_plugins().items() if name in engine.operators}
+        | engine.backend.plugins,
         kv=engine.kv,
         limits=Limits(
             max_context_len=limits.max_context_len,
@@ -324,10 +325,10 @@ def _check_target(target: Path, recipe: Recipe, *, force: bool) -> None:
 
 
 def _prepare_native(recipe: Recipe, progress: BuildProgress) -> None:
-    """Build our C++ operators where the recipe wants a compiled form and they are not there yet."""
+    """Build our C++ operators where the recipe wants them and they are not there yet."""
     from plugins.native import NativeBuildError, build_native, find_native
 
-    if not recipe.backend.blob or find_native() is not None:
+    if not uses_native(recipe) or find_native() is not None:
         return
     with progress.stage("native") as stage:
         try:
@@ -336,7 +337,7 @@ def _prepare_native(recipe: Recipe, progress: BuildProgress) -> None:
         except NativeBuildError as error:
             reason = (str(error).splitlines() or ["unknown"])[0]
             stage.detail = "not built"
-            progress.note(f"no compiled form will be kept, and loading takes longer: {reason}")
+            progress.note(f"loading and products of int8 weights will be slower: {reason}")
 
 
 def _model_size(checkpoint: Checkpoint) -> ModelSize:

@@ -56,10 +56,16 @@ def build_key(recipe: Recipe, content: dict[str, str]) -> str:
         "libraries": {name: _version(name) for name in _LIBRARIES},
         "python": sys.version_info[:2],
         "machine": this_machine().machine,
-        # A compiled form is made for this very CPU, and only where the C++ operators are built.
-        "compiled": [this_machine().isa, _native()] if recipe.backend.blob else None,
+        # A compiled form is made for this very CPU; the C++ operators are used only where they are built.
+        "isa": this_machine().isa if recipe.backend.blob else None,
+        "native": _native() if uses_native(recipe) else None,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def uses_native(recipe: Recipe) -> bool:
+    """Whether the engine depends on our C++ operators being built: for a compiled form, and for their products."""
+    return recipe.backend.blob or recipe.backend.linear == "native"
 
 
 class BuildCache:

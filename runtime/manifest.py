@@ -50,6 +50,7 @@ class BackendInfo(msgspec.Struct, kw_only=True):
     properties: dict[str, str] = {}
     engine: str  # file name of the portable form (IR)
     blob: str | None = None  # file name of the compiled form, where there is one
+    plugins: dict[str, int] = {}  # our operators that the backend put in itself -> version
 
 
 class HardwareInfo(msgspec.Struct, kw_only=True):
