@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.commands.common import Costs, default_params, loaded, say, stream_text
+from runtime.commands.common import Costs, default_params, loaded, printed, say
 from runtime.errors import PlancastError, RequestError
 from runtime.llm import LLM
 from runtime.outputs import RequestOutput
@@ -99,20 +99,20 @@ class ChatCommand:
         whole: RequestOutput | None = None
         costs = Costs(llm.manifest.kv.block_size)
         try:
-            for output in stream_text(llm.stream(self._prompt(llm, params), params)):
-                if whole is None:
-                    whole = output
-                else:
-                    whole.add(output)
+            with printed(llm.stream(self._prompt(llm, params), params)) as outputs:
+                for output in outputs:
+                    if whole is None:
+                        whole = output
+                    else:
+                        whole.add(output)
         except KeyboardInterrupt:
-            say("\n(stopped)")
+            say("(stopped)")
         except RequestError as error:
             say(f"error: {error}")
             self.messages.pop()
             return
         answer = whole.outputs[0].text if whole is not None and whole.outputs else ""
         self.messages.append({"role": "assistant", "content": answer})
-        print(flush=True)
         if whole is not None and whole.finished and not self.quiet:
             costs.add(whole)
             say(f"({costs.line(llm)})")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,25 @@ def default_params(llm: LLM, sampling: dict[str, Any], *, temperature: float) ->
     return params
 
 
-def stream_text(outputs: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
-    """Print each piece of text as it comes, and pass the outputs on."""
-    for output in outputs:
-        for sequence in output.outputs:
-            if sequence.text:
-                sys.stdout.write(sequence.text)
-                sys.stdout.flush()
-        yield output
+@contextmanager
+def printed(outputs: Generator[RequestOutput]) -> Iterator[Iterator[RequestOutput]]:
+    """The outputs of one stream, each printed as it comes; a line break at the end, however it ends."""
+    begun = False
+
+    def passed_on() -> Iterator[RequestOutput]:
+        nonlocal begun
+        for output in outputs:
+            begun = True
+            sys.stdout.write("".join(sequence.text for sequence in output.outputs))
+            sys.stdout.flush()
+            yield output
+
+    with closing(outputs):
+        try:
+            yield passed_on()
+        finally:
+            if begun:
+                print(flush=True)
 
 
 class Costs:

@@ -14,7 +14,7 @@ from typing import IO, Any
 import msgspec
 
 from runtime.client.progress import progress_bar
-from runtime.commands.common import Costs, default_params, loaded, say, stream_text
+from runtime.commands.common import Costs, default_params, loaded, printed, say
 from runtime.errors import PlancastError, RequestError
 from runtime.llm import LLM
 from runtime.outputs import RequestOutput
@@ -101,15 +101,12 @@ class GenerateCommand:
 
     def _stream(self, llm: LLM, job: Job, params: SamplingParams, costs: Costs) -> None:
         whole: RequestOutput | None = None
-        try:
-            for output in stream_text(llm.stream(as_prompt(llm, job), params)):
+        with printed(llm.stream(as_prompt(llm, job), params)) as outputs:
+            for output in outputs:
                 if whole is None:
                     whole = output
                 else:
                     whole.add(output)
-        finally:
-            if whole is not None:
-                print(flush=True)
         assert whole is not None
         costs.add(whole)
 

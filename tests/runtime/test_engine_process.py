@@ -218,6 +218,34 @@ def test_too_many_deaths_end_every_request_with_the_reason(recorder: Recorder) -
         engine.close()
 
 
+def test_an_engine_killed_while_loading_is_an_error_at_once(recorder: Recorder, tmp_path: Path) -> None:
+    with pytest.raises(EngineDeadError, match=r"signal 9 .* on loading"):
+        ProcessEngine(spec("open_once", marker=str(tmp_path / "marker"), times=0), recorder)
+
+
+def test_an_engine_that_never_comes_up_again_ends_every_request(recorder: Recorder, tmp_path: Path) -> None:
+    engine = ProcessEngine(spec("open_once", marker=str(tmp_path / "marker")), recorder, max_restarts=2)
+    try:
+        submit(engine, recorder, request("a", [1]), request("b", [2]))
+        recorder.wait_for_tokens(4)
+        os.kill(engine.ready.pid, signal.SIGKILL)
+        recorder.wait("a", "b")
+        assert "died 3 times" in (recorder.finished["a"].error or "")
+        assert not engine.is_alive
+    finally:
+        engine.close()
+
+
+def test_a_fork_of_the_client_leaves_the_engine_alone(engine: ProcessEngine) -> None:
+    child = os.fork()
+    if child == 0:
+        engine.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert engine.call("ping").result(10) == "pong"
+    assert engine.num_restarts == 0
+
+
 def test_a_poisoned_request_is_refused_alone(recorder: Recorder) -> None:
     """Requests whose answers come upon a deadly token (case: a crash in mid-stream) and one whose prompt holds it."""
     deadly = 349
