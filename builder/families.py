@@ -33,5 +33,5 @@ REFUSED: dict[str, str] = {
 # Kinds of layer that `config.layer_types` may name.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
-# Rotary embeddings whose frequencies depend on nothing but the config (longrope: and on the longest context, see rope.py).
+# Rotary embeddings whose frequencies follow from the config alone (longrope: and the longest context, see rope.py).
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})

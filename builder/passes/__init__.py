@@ -58,6 +58,9 @@ def make_passes() -> list[GraphPass]:
     """The passes, in their order."""
     from builder.passes.fuse_rmsnorm import FuseRMSNorm
     from builder.passes.fuse_rope import FuseRope
+    from builder.passes.gather_rows import GatherRows
+    from builder.passes.merge_gate_up import MergeGateUp
+    from builder.passes.merge_qkv import MergeQKV
     from builder.passes.quantize_kv import QuantizeKV
     from builder.passes.quantize_weights import QuantizeWeights
     from builder.passes.set_dtype import SetDtype
@@ -71,6 +74,9 @@ def make_passes() -> list[GraphPass]:
         FuseRMSNorm(),
         FuseRope(),
         Tidy(),
+        GatherRows(),
+        MergeQKV(),
+        MergeGateUp(),
         SetDtype(),
         QuantizeWeights(),
         QuantizeKV(),

@@ -63,8 +63,20 @@ def f32_activations(model: ir.Model) -> str | None:
     for node in model.graph:
         if node.op_type in ("MatMul", "Gemm", "RMSNormalization", "LayerNormalization", OP_TYPE):
             for value in (*node.inputs[:3], *node.outputs):
-                if value is not None and value.dtype is not None and value.dtype.is_floating_point():
-                    if value.dtype.name != "FLOAT":
-                        return f"{node.op_type} has {value.name} in {value.dtype.name}"
+                dtype = value.dtype if value is not None else None
+                if value is not None and dtype is not None and dtype.is_floating_point() and dtype.name != "FLOAT":
+                    return f"{node.op_type} has {value.name} in {dtype.name}"
     output = model.graph.outputs[0]
     return None if output.dtype is not None and output.dtype.name == "FLOAT" else f"logits are {output.dtype}"
+
+
+def rows_before_head(model: ir.Model) -> str | None:
+    """The product that makes the logits runs on `R` rows."""
+    value: ir.Value | None = model.graph.outputs[0]
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type in ("MatMul", "Gemm"):
+            data = node.inputs[0]
+            shape = dims(data) if data is not None else None
+            return None if shape and shape[0] == "R" else f"the head runs on {shape}"
+        value = node.inputs[0]
+    return None

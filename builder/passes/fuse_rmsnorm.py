@@ -1,4 +1,4 @@
-"""Written-out normalization becomes `RMSNormalization` (opset 23), or `LayerNormalization` where a mean is taken off."""
+"""Written-out norms become `RMSNormalization` (opset 23), or `LayerNormalization` where a mean is taken off."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Written-out rotary embeddings become `RotaryEmbedding` (opset 23): halves or interleaved pairs, whole heads or a part.
+"""Written-out rotary embeddings become `RotaryEmbedding` (opset 23): halves or interleaved pairs.
 
-The node takes `[T, H, 1, D]`, tokens in the place of its batch and one step a token, so that nothing is transposed, with
-cos and sin `[T, 1, D/2]`. Two ways of writing it are known:
+The node takes `[T, H, 1, D]`, tokens in the place of its batch and one step a token, so that nothing is transposed,
+with cos and sin `[T, 1, D/2]`. Where a part of each head is rotated, the node works on that part. Two ways of writing
+it are known:
 
     x * cos + rotate_half(x) * sin                          cos, sin as long as x, each frequency twice
     concat(x1 * cos - x2 * sin, x2 * cos + x1 * sin)        cos, sin half as long (gpt_oss)
@@ -158,7 +159,7 @@ def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     node = made_by(value, "Mul")
     if node is None or node.inputs[0] is None or node.inputs[1] is None:
         return None
-    a, b = node.inputs
+    a, b = node.inputs[0], node.inputs[1]
     return (a, b) if _part(a) is not None else (b, a)
 
 

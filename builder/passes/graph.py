@@ -55,7 +55,7 @@ def made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 class Editor:
-    """Adds nodes to one graph: each method makes a node before `at`, with its type and shape, and returns its output."""
+    """Adds nodes to one graph: each method makes a node before `at`, typed and shaped, and returns its output."""
 
     def __init__(self, model: ir.Model):
         self.graph = model.graph

@@ -1,4 +1,4 @@
-"""The weights that fill a model: matrices of products and embedding tables. Norms, biases and rope tables are not among."""
+"""The weights that fill a model: the matrices of products, and embedding tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ORIGINS = "plancast.origins"  # metadata of a merged weight: the names that it w
 
 
 class Matrix(NamedTuple):
-    """A weight `[out, in]`, `[in, out]` or `[experts, ...]`, and its axis of output channels (or of an embedding's rows)."""
+    """A weight `[out, in]`, `[in, out]` or `[experts, ...]`, and its axis of output channels (an embedding's rows)."""
 
     value: ir.Value
     tensor: ir.TensorProtocol

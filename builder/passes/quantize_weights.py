@@ -1,4 +1,4 @@
-"""int8 weights: round to nearest, symmetric, one scale an output channel, as `DequantizeLinear` (opset 21 and later)."""
+"""int8 weights: round to nearest, symmetric, one scale an output channel, as `DequantizeLinear` (opset 21)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from builder.passes.base import GraphPass
 from builder.passes.conditions import f32_activations, well_formed
-from builder.passes.graph import Editor, dims
+from builder.passes.graph import Editor
 from builder.passes.matrices import Matrix, matrices
 from builder.weights import lazy, static_shape
 
@@ -42,7 +42,7 @@ class QuantizeWeights(GraphPass):
 
 
 def channel_scales(weight: NDArray[np.floating], axis: int) -> NDArray[np.float32]:
-    """The scale of each channel along `axis`, f32 `[channels]`: its largest magnitude / 127 (1 for a channel of zeros)."""
+    """The scale of each channel along `axis`, f32 `[channels]`: its largest magnitude / 127 (1 where all are 0)."""
     others = tuple(i for i in range(weight.ndim) if i != axis)
     largest = np.abs(weight.astype(np.float32)).max(axis=others)
     return np.where(largest > 0, largest / np.float32(_LEVELS), np.float32(1)).astype(np.float32)
@@ -81,6 +81,6 @@ def _quantize(editor: Editor, matrix: Matrix) -> None:
     restored = editor.node(
         first, "DequantizeLinear", [value, scale], flat, attributes={"axis": flat_axis}, dtype=ir.DataType.FLOAT
     )
-    restored = editor.reshape(first, restored, dims(restored) and shape)
+    restored = editor.reshape(first, restored, shape)
     for node, index in uses:
         node.replace_input_with(index, restored)

@@ -1,4 +1,4 @@
-"""Remove what computes nothing: duplicates, dead nodes, casts and reshapes without effect; fold arithmetic on weights."""
+"""Remove duplicates, dead nodes, casts and reshapes without effect; fold arithmetic on weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WEIGHT_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Tidy(GraphPass):
-    """The graph without duplicates (such as cos and sin for each layer), dead nodes, no-op casts, reshapes and factors."""
+    """The graph without duplicates (cos and sin of each layer), dead nodes, no-op casts, reshapes and factors."""
 
     name = "tidy"
     requires = (well_formed, flat_attention)
@@ -76,13 +76,13 @@ def _simplify(node: ir.Node) -> None:
 
 
 def _independent(reshape: ir.Node) -> bool:
-    """Whether the target shape means the same for any input: constant, and no 0 that copies a dimension of the input."""
+    """Whether the target shape means the same for any input: constant, without a 0 that copies a dimension."""
     target = constant(reshape.inputs[1])
     return target is not None and not (target == 0).any()
 
 
 def _fold_weight(model: ir.Model, node: ir.Node) -> None:
-    """Arithmetic, casts and reshapes on a weight, and nothing else, become a weight that is computed when it is read."""
+    """Arithmetic, a cast or a reshape of nothing but weights becomes a weight that is computed when it is read."""
     operands = [weight(value) for value in node.inputs]
     if node.domain or not operands or any(tensor is None for tensor in operands):
         return
@@ -100,10 +100,8 @@ def _fold_weight(model: ir.Model, node: ir.Node) -> None:
     else:
         return
     tensors = [tensor for tensor in operands if tensor is not None]
-    name = (
-        max((v for v in node.inputs if v is not None), key=lambda v: np.prod(static_shape(v), dtype=int)).name
-        or "weight"
-    )
+    largest = max((v for v in node.inputs if v is not None), key=lambda v: np.prod(static_shape(v), dtype=int))
+    name = largest.name or "weight"
     tensor = lazy(name, output.dtype, static_shape(output), lambda: compute(*(t.numpy() for t in tensors)))
     output_name = f"{name}.{node.op_type.lower()}"
     while output_name in model.graph.initializers:

@@ -1,8 +1,9 @@
 """Lay every activation out tokens first.
 
-A trace sees one sequence: activations are `[1, T, hidden]`, heads `[1, H, T, D]`, with transposes between. An engine's
-batch is flat, so the leading 1 says nothing, and `[T, H, D]` serves every operator that works within a token. After this
-pass an activation's first axis is `T` (or `R`, the rows that want logits), and the transposes around heads are gone.
+A trace sees one sequence: activations are `[1, T, hidden]`, heads `[1, H, T, D]`, with transposes between. An
+engine's batch is flat, so the leading 1 says nothing, and `[T, H, D]` serves every operator that works within a token.
+After this pass an activation's first axis is `T` (or `R`, the rows that want logits), and the transposes around heads
+are gone.
 
 Each node is written again in the new layout by the rule of its kind. One that has no rule keeps its layout, between
 conversions: right, and seen in the graph.
@@ -284,14 +285,17 @@ class _Rewriter:
         data_shape, index_shape = (dims(value) if value is not None else None for value in (data, indices))
         if data is None or indices is None or data_shape is None or index_shape is None:
             return False
-        one_index = index_shape[-1] == 1 and token_axis(index_shape) is not None
-        if not one_index or self.node.attributes.get_int("batch_dims", 0) or token_axis(data_shape) not in (None, 0):
+        token = token_axis(index_shape)
+        if (
+            index_shape[-1] != 1
+            or token is None
+            or self.node.attributes.get_int("batch_dims", 0)
+            or token_axis(data_shape) not in (None, 0)
+        ):
             return False
-        rows = self.editor.reshape(
-            self.node, self.layout.form(indices, self.node), [index_shape[token_axis(index_shape)]]
-        )  # type: ignore[index]
-        if any(dim != 1 for i, dim in enumerate(index_shape) if i != token_axis(index_shape)):
+        if any(dim != 1 for axis, dim in enumerate(index_shape) if axis != token):
             return False
+        rows = self.editor.reshape(self.node, self.layout.form(indices, self.node), [index_shape[token]])
         form = self.layout.form(data, self.node)
         shape = [*(dims(rows) or ()), *(dims(form) or ())[1:]]
         made = self.editor.node(self.node, "Gather", [form, rows], shape, attributes={"axis": 0}, dtype=data.dtype)

@@ -1,7 +1,8 @@
 """What must hold of a traced graph: each layer attends through our operator, and nothing else mixes tokens.
 
-The flat batch holds several sequences end to end, so an operator that looks along the token axis (a convolution, a scan,
-attention written out) would leak one request into another. The graph shows it: every axis as long as the batch is `T`.
+The flat batch holds several sequences end to end, so an operator that looks along the token axis (a convolution, a
+scan, attention written out) would leak one request into another. The graph shows it: an axis as long as the batch is
+`T`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ if TYPE_CHECKING:
 _TOKENS = re.compile(r"T|\d+\*T|T\*\d+")  # a token axis, or one with a fixed number of entries a token
 
 POINTWISE = frozenset(
-    """Abs Add And Cast Ceil Clip Cos Div Dropout Elu Equal Erf Exp Expand Floor Gelu Greater GreaterOrEqual HardSigmoid
-    HardSwish Identity IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not OneHot Or Pow Reciprocal Relu
-    Round Sigmoid Sign Sin Softplus Softsign Sqrt Squeeze Sub Sum Swish Tan Tanh ThresholdedRelu Transpose Unsqueeze Where Xor
-    ConstantOfShape""".split()
-)
+    {
+        "Abs", "Add", "And", "Cast", "Ceil", "Clip", "ConstantOfShape", "Cos", "Div", "Dropout", "Elu", "Equal", "Erf",
+        "Exp", "Expand", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsNaN",
+        "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "OneHot",
+        "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Squeeze",
+        "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Transpose", "Unsqueeze", "Where", "Xor",
+    }
+)  # fmt: skip
 _ONE_AXIS = frozenset(
-    "Concat Softmax LogSoftmax Split TopK ArgMax ArgMin Hardmax ScatterElements GatherElements".split()
-)
-_FROM_AXIS = frozenset("LayerNormalization RMSNormalization".split())
+    {
+        "ArgMax", "ArgMin", "Concat", "GatherElements", "Hardmax", "LogSoftmax", "ScatterElements", "Softmax", "Split",
+        "TopK",
+    }
+)  # fmt: skip
+_FROM_AXIS = frozenset({"LayerNormalization", "RMSNormalization"})
 _DEFAULT_AXIS = {"Split": 0, "ArgMax": 0, "ArgMin": 0, "ScatterElements": 0, "GatherElements": 0}
-_SHAPE_ARITHMETIC = frozenset("Add Cast Concat Div Gather Mul Reshape Slice Squeeze Sub Unsqueeze".split())
+_SHAPE_ARITHMETIC = frozenset(
+    {"Add", "Cast", "Concat", "Div", "Gather", "Mul", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze"}
+)
 
 
 def check_attention_layers(model: ir.Model, expected: int, architecture: str) -> None:
@@ -39,7 +48,7 @@ def check_attention_layers(model: ir.Model, expected: int, architecture: str) ->
     if layers != list(range(expected)):
         raise BuildError(
             f"{architecture} has {expected} layers, and {len(layers)} of them attend through AttentionInterface "
-            f"(layers {layers[:8]}{'...' if len(layers) > 8 else ''}); the others would see no cache, so it cannot be built"
+            f"({layers[:8]}{'...' if len(layers) > 8 else ''}); the rest would see no cache, so it cannot be built"
         )
 
 
@@ -99,13 +108,9 @@ def _problem(node: ir.Node) -> str | None:
     if op == "GatherND":
         return None if _picks_rows(node) else _crosses(along, data, range(_rank(data)))
     if op in ("MatMul", "Gemm"):
-        left, right = node.inputs[0], node.inputs[1]
+        right = node.inputs[1]
         contracted = -2 if op == "Gemm" and node.attributes.get_int("transA", 0) else -1
-        return (
-            _crosses(along, data, [contracted]) or _crosses(_token_axes(right), right, range(_rank(right)))
-            if left
-            else None
-        )
+        return _crosses(along, data, [contracted]) or _crosses(_token_axes(right), right, range(_rank(right)))
     return "is not known to keep tokens apart"
 
 
@@ -166,6 +171,6 @@ def _describe(value: ir.Value | None) -> str:
 
 def _mixes(node: ir.Node, problem: str) -> BuildError:
     return BuildError(
-        f"the traced graph's {node.op_type} node {node.name or node.outputs[0].name!r} {problem}: outside attention, tokens "
-        "of different requests would mix; this model cannot be built"
+        f"the traced graph's {node.op_type} node {node.name or node.outputs[0].name!r} {problem}: outside attention, "
+        "tokens of different requests would mix; this model cannot be built"
     )

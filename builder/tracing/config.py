@@ -49,17 +49,18 @@ def check_config(config: Any, *, max_context_len: int) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ())
     if unknown := sorted(layer_types - families.LAYER_TYPES):
         raise BuildError(
-            f"{kind} has layers of kind {', '.join(unknown)}; only {', '.join(sorted(families.LAYER_TYPES))} can be built"
+            f"{kind} has layers of kind {', '.join(unknown)}; "
+            f"only {', '.join(sorted(families.LAYER_TYPES))} can be built"
         )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type == "dynamic":
             raise BuildError(
-                f"{kind} uses dynamic-NTK rotary embeddings, whose frequencies change with the sequence's length, so that "
-                "cached keys become wrong; set `rope_parameters` in its config.json to a fixed kind such as yarn or linear"
+                f"{kind} uses dynamic-NTK rotary embeddings, whose frequencies change with the sequence's length, so "
+                "that cached keys become wrong; set `rope_parameters` in its config.json to a fixed kind such as yarn"
             )
         if rope_type not in families.ROPE_TYPES:
             raise BuildError(
-                f"{kind} uses rotary embeddings of kind {rope_type!r}; known: {sorted(families.ROPE_TYPES)}"
+                f"{kind} uses rotary embeddings of kind {rope_type!r}, not one of {sorted(families.ROPE_TYPES)}"
             )
     longest = getattr(config, "max_position_embeddings", None)
     if longest and max_context_len > longest:

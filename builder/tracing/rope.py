@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
-def pin_longrope(model: torch.nn.Module, max_context_len: int) -> None:
+def pin_longrope(model: Any, max_context_len: int) -> None:
     """Let each longrope of `model` use one table: the long factors if `max_context_len` exceeds the original context.
 
-    transformers picks the table in each call by the longest position in it. An engine cannot: cached keys would have been
-    rotated by another table than new ones. So the longest context that the engine is built for decides.
+    transformers picks the table in each call by the longest position in it. An engine cannot: cached keys would have
+    been rotated by another table than new ones. So the longest context that the engine is built for decides.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

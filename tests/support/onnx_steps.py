@@ -22,7 +22,7 @@ class PagedAttention(OpRun):
     op_domain = DOMAIN
 
     def _run(self, *inputs: Any, kv_dtype: str = "f32", layer: int = 0, **attributes: Any) -> tuple[np.ndarray]:
-        padded = (*inputs, *(None,) * (12 - len(inputs)))
+        padded: list[Any] = [*inputs, *(None,) * (12 - len(inputs))]
         return (reference(*padded, **attributes),)
 
 
@@ -92,7 +92,7 @@ def hf_logits(model: Any, tokens: list[int]) -> np.ndarray:
 
 
 def largest_difference(graph: ir.Model, model: Any, vocab_size: int) -> float:
-    """Largest |graph - transformers| over the logits' scale: two prompts together, then a chunk with a decode, then decodes."""
+    """Largest |graph - transformers| over the logits' scale: two prompts together, a chunk with a decode, a decode."""
     rng = np.random.default_rng(1)
     whole = {name: rng.integers(3, vocab_size, n).tolist() for name, n in (("a", 21), ("b", 12))}
     expected = {name: hf_logits(model, tokens) for name, tokens in whole.items()}

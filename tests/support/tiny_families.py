@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "original_max_position_embeddings": 16,
             }
         },
-    ),  # fmt: skip
+    ),
     "llama-yarn": (
         "llama",
         {
@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "original_max_position_embeddings": 16,
             }
         },
-    ),  # fmt: skip
+    ),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     "mistral": ("mistral", {"sliding_window": 5}),
     "ministral": ("ministral", {"sliding_window": 5, "layer_types": _ALTERNATING, "head_dim": 8}),
@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 10,
             "tie_word_embeddings": True,
         },
-    ),  # fmt: skip
+    ),
     "gemma3": (
         "gemma3_text",
         {"head_dim": 16, "sliding_window": 5, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 10},
@@ -128,7 +128,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
             "max_window_layers": 1,
         },
-    ),  # fmt: skip
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
@@ -151,7 +151,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "original_max_position_embeddings": 16,
             },
         },
-    ),  # fmt: skip
+    ),
 }
 
 
