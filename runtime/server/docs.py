@@ -20,6 +20,12 @@ _ERROR_TYPES = {
     Dialect.TGI: wire.TgiErrorResponse,
     Dialect.ANTHROPIC: wire.AnthropicErrorResponse,
 }
+# One server-sent event.
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _STATUS_TEXT = {
     400: "The request is invalid; the message names the field",
     401: "The API key is missing or wrong",
@@ -58,7 +64,7 @@ def describe(
         for kind in (media_type,) if isinstance(media_type, str) else media_type:
             content[kind] = {"schema": _schema(returns)}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     responses: dict[int, dict[str, Any]] = {200: {"description": "Success", "content": content}}
     if body is not None:
         invalid = (422, 424) if dialect is Dialect.TGI else (400, 500)

@@ -44,9 +44,8 @@ def fit_max_tokens(
     """Output tokens that the context leaves room for. Raises 400 with all three numbers where it does not."""
     room = max_context_len - prompt_tokens
     if room < 1:
-        message = (
-            f"the prompt has {prompt_tokens} tokens; the context holds {max_context_len}, and one is for the answer"
-        )
+        size = f"the prompt (`{prompt_param}`) has {prompt_tokens} tokens"
+        message = f"{size}; the context holds {max_context_len}, and one is for the answer"
         raise ApiError(Kind.INVALID, message, param=prompt_param, code="context_length_exceeded")
     if max_tokens is None:
         return room

@@ -195,7 +195,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_what_cannot_start_says_why(artifact: Path, arguments: list[str], message: str):
+def test_what_cannot_start_says_why(artifact: Path, arguments: list[str], message: str, monkeypatch):
+    monkeypatch.setattr("runtime.server.logs.configure", lambda *_: None)  # this process keeps its own logs
     app = typer.Typer()
     register(app)
     given = [str(artifact) if argument == "ARTIFACT" else argument for argument in arguments]

@@ -34,7 +34,7 @@ from runtime.server.state import ServerState, state_of
 
 router = APIRouter(tags=["OpenAI"])
 
-_TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
+_TEXT_TYPES = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
 
 
 @router.post("/v1/responses", **describe(body=ResponsesRequest, returns=ResponseObject, streams=True))
@@ -235,7 +235,7 @@ def _text(content: Any, at: str) -> str:
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_TYPES and kind not in ("reasoning_text", "summary_text", "refusal"):
+        if not isinstance(kind, str) or kind not in _TEXT_TYPES:
             param = f"{at}[{number}].type"
             raise ApiError(Kind.INVALID, f"`{param}`: {kind!r} parts are not read by this model", param=param)
         texts.append(string_of(part, "refusal" if kind == "refusal" else "text", f"{at}[{number}]"))

@@ -93,11 +93,15 @@ async def score(request: Request) -> Response:
     context = await prompts.encode_text(model, body.text_1, param="text_1")
     streams, starts = [], []
     for number, text in enumerate(continuations):
-        ids = await prompts.encode_text(model, body.text_1 + text, param=f"text_2[{number}]")
+        param = f"text_2[{number}]"
+        ids = await prompts.encode_text(model, body.text_1 + text, param=param)
         start = _common(context, ids)
-        if start == len(ids):
-            raise sampling.invalid(f"text_2[{number}]", "is empty: there is nothing to score")
-        sampling.fit_max_tokens(len(ids), 1, model.max_context_len, prompt_param=f"text_2[{number}]")
+        if start in (0, len(ids)):  # the two grew into one token: put them side by side
+            ids = context + await prompts.encode_text(model, text, add_special_tokens=False, param=param)
+            start = len(context)
+        if start in (0, len(ids)):
+            raise sampling.invalid(param, "is empty, or has nothing before it: there is nothing to score")
+        sampling.fit_max_tokens(len(ids), 1, model.max_context_len, prompt_param=param)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         streams.append(generation.stream(state, model, Work(ids, params, "score", body.priority or 0)))
         starts.append(start)
@@ -125,11 +129,9 @@ def simple_tokens(model: ServedModel, ids: list[int]) -> list[SimpleToken]:
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """How many ids the two begin with in common, at least one (the first id has no history to be judged by)."""
-    length = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    return max(1, length)
+    """How many ids the two begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _scored(number: int, result: RequestOutput, start: int) -> ScoreData:
