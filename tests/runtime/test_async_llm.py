@@ -63,12 +63,13 @@ async def tokens_of(stream: AsyncIterator[RequestOutput], index: int = 0) -> lis
 
 async def until_idle(llm: AsyncLLM) -> None:
     """The engine has nothing left, and all blocks are free: within a step or so."""
+    stats = await llm.stats()
     for _ in range(200):
-        stats = await llm.stats()
         if stats.num_running == stats.num_waiting == 0:
             assert stats.num_free_blocks == stats.num_blocks
             return
         await asyncio.sleep(0.005)
+        stats = await llm.stats()
     raise AssertionError(f"still busy: {stats}")
 
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import HashModelExecutor
@@ -169,6 +170,7 @@ def test_a_prompt_that_holds_bos_gets_no_second_one(tmp_path: Path, kind: str) -
     """Case 18."""
     with LLM(write_served_artifact(tmp_path / "a", kind), executor_factory="tiny_served:open_hash") as llm:
         bos, text = llm.tokenizer.bos_token_id, llm.tokenizer.special_tokens["bos_token"]
+        assert bos is not None
         (result,) = llm.generate(text + "Where is Paris?", GREEDY)
         assert result.prompt_token_ids.count(bos) == 1
         (bare,) = llm.generate("Where is Paris?", GREEDY)
@@ -258,7 +260,7 @@ def test_options_reach_the_engine_and_bad_ones_are_named(artifact: Path, tmp_pat
     assert log.read_text().count("\n") >= 12
     with LLM(artifact, executor_factory="tiny_served:open_hash", kv_cache_memory="64KiB") as llm:
         assert 0 < llm.ready.kv_cache_bytes <= 65536
-    for options, problem in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"colour": "blue"}, "unknown engine option colour"),
         ({"kv_cache_memory": "lots"}, "not a size"),
         ({"kv_cache_memory": "1000TiB"}, "does not fit"),
@@ -267,7 +269,8 @@ def test_options_reach_the_engine_and_bad_ones_are_named(artifact: Path, tmp_pat
         ({"max_context_len": 10_000}, "10000.*256"),
         ({"verify": "never"}, "quick or full"),
         ({"executor_factory": "nowhere:nothing"}, "no executor factory"),
-    ):
+    ]
+    for options, problem in refused:
         with pytest.raises(PlancastError, match=problem):
             LLM(artifact, **({"executor_factory": "tiny_served:open_hash"} | options))
     with pytest.raises(ArtifactError, match="no such artifact"):

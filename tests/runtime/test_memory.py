@@ -52,7 +52,10 @@ def write(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-MACHINE = {"proc/meminfo": "MemTotal: 20000000 kB\nMemFree: 1 kB\nMemAvailable: 16777216 kB\n", "proc/self/statm": "9 9"}
+MACHINE = {
+    "proc/meminfo": "MemTotal: 20000000 kB\nMemFree: 1 kB\nMemAvailable: 16777216 kB\n",
+    "proc/self/statm": "9 9",
+}
 
 
 def test_the_machine_limits_where_no_control_group_does(tmp_path: Path) -> None:
