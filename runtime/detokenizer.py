@@ -46,7 +46,9 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         added = tokenizer.added_tokens if not (skip_special_tokens or spaces_between_special_tokens) else {}
         self._stream = _stream_for(tokenizer.pieces, added)
-        context = [token_id for token_id in prompt_token_ids if token_id not in self._skipped]
+        # The last tokens suffice, as long as they are not all skipped ones.
+        context = [i for i in prompt_token_ids[-_CONTEXT_TOKENS:] if i not in self._skipped]
+        context = context or [i for i in prompt_token_ids if i not in self._skipped]
         if context:
             self._stream.prime(context)
 

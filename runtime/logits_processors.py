@@ -158,17 +158,19 @@ class Penalties:
         self._ids[: self._size] = np.fromiter(seen, np.int64, self._size)
         self._counts = np.zeros(self._ids.size, np.float32)
         self._num_prompt = self._size
+        self._rewound = False
 
     def apply(self, logits: NDArray[np.float32]) -> None:
         ids, counts = self._ids[: self._size], self._counts[: self._size]
         values = logits[ids]
         if self._repetition != 1.0:
-            in_text = counts > 0
-            in_text[: self._num_prompt] = (
-                True  # a token whose count fell back to 0 by `rewind` is no longer in the text
-            )
             penalized = np.where(values > 0, values / self._repetition, values * self._repetition)
-            np.copyto(values, penalized, where=in_text)
+            if self._rewound:  # a token whose count fell back to 0 is no longer in the text
+                in_text = counts > 0
+                in_text[: self._num_prompt] = True
+                np.copyto(values, penalized, where=in_text)
+            else:
+                values = penalized
         if self._frequency:
             values -= self._frequency * counts
         if self._presence:
@@ -188,6 +190,7 @@ class Penalties:
         self._counts[slot] += 1
 
     def rewind(self, token_ids: Sequence[int]) -> None:
+        self._rewound = True
         for token_id in token_ids:
             self._counts[self._slots[token_id]] -= 1
 

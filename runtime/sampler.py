@@ -21,7 +21,7 @@ from runtime.logprobs import RowLogprobs
 from runtime.messages import TokenLogprobs
 from runtime.sampling.narrow import MAX_CANDIDATES, NarrowRow, draw
 from runtime.sampling.rows import ChunkedExp, chunk_maxima, search_cdf
-from runtime.sampling.selection import Restriction, candidates, select
+from runtime.sampling.selection import candidates, select
 from runtime.sampling.state import SamplingState, fill_uniforms
 from runtime.sampling_params import SamplingParams
 
@@ -121,13 +121,14 @@ class Sampler:
             row_max = float(row[token_id])
             return SampledToken(token_id) if math.isfinite(row_max) else _no_token(raw, row_max)
         restriction = state.restriction
-        maxima = chunk_maxima(row) if restriction is not None and restriction.needs_chunks else row
+        if not state.restricted:
+            if self._exp.fill(row, restriction.temperature):
+                return SampledToken(self._exp.pick(state.uniform()))
+            return _no_token(raw, float(row.max()))
+        maxima = chunk_maxima(row) if restriction.needs_chunks else row
         row_max = float(maxima.max())
         if not math.isfinite(row_max):
             return _no_token(raw, row_max)
-        if restriction is None:
-            sums, _ = self._exp.fill(row, row_max, state.params.temperature)
-            return SampledToken(self._exp.pick(sums, state.uniform()))
         found = candidates(row, maxima, row_max, self._exp, restriction)
         if found.ids.size <= MAX_CANDIDATES:
             return NarrowRow(found, row_max, restriction, state.uniform())
@@ -151,8 +152,8 @@ class Sampler:
             raise RequestError(_no_token(raw, row_max).error or "")
         if state.greedy:
             return np.array([row.argmax()]), np.ones(1)
-        restriction = state.restriction or Restriction(state.params.temperature)
-        ids, weights = select(candidates(row, chunk_maxima(row), row_max, self._exp, restriction), row_max, restriction)
+        found = candidates(row, chunk_maxima(row), row_max, self._exp, state.restriction)
+        ids, weights = select(found, row_max, state.restriction)
         return ids, weights / weights.sum()
 
     def processed(self, raw: NDArray[np.float32], state: SamplingState) -> NDArray[np.float32]:

@@ -13,46 +13,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK = 64
-# exp(x) of float32 is safe unshifted where the maximum is within these: no overflow in a sum of 2^20, no flush to zero.
-_SAFE_MAX, _SAFE_MIN = 70.0, -40.0
+# A sum of exp outside of these may have lost digits to overflow or underflow: then the maximum is taken off first.
+_SMALLEST_SUM, _LARGEST_SUM = 1e-15, 1e37
 
 
 class ChunkedExp:
-    """exp((row - shift) / temperature) of a row, in a scratch buffer, with its chunk sums."""
+    """exp(row / temperature - shift) of a row, in a scratch buffer, with its chunk sums."""
 
     def __init__(self, vocab_size: int):
         self.columns = -(-vocab_size // CHUNK)
-        self._vocab_size = vocab_size
         # Padding beyond the vocabulary stays zero: no probability.
         self._flat = np.zeros(CHUNK * self.columns, np.float32)
         self.values = self._flat[:vocab_size]
         self._matrix = self._flat.reshape(CHUNK, self.columns)
+        self.sums = np.zeros(self.columns, np.float32)
+        self.total = 0.0
+        self.shift = 0.0
 
-    def fill(self, row: NDArray[np.float32], row_max: float, temperature: float) -> tuple[NDArray[np.float32], float]:
-        """Fill `values` with exp(row / temperature - shift), and return the chunk sums f32 [columns] and the shift."""
-        out, peak, shift = self.values, row_max / temperature, 0.0
-        if _SAFE_MIN < peak < _SAFE_MAX:
-            if temperature == 1.0:
-                np.exp(row, out=out)
-            else:
-                np.multiply(row, np.float32(1.0 / temperature), out=out)
-                np.exp(out, out=out)
-        else:
-            # The division cannot make a NaN where a factor 1 / temperature that overflowed would.
-            shift = peak
-            np.subtract(row, np.float32(row_max), out=out)
-            np.divide(out, np.float32(temperature), out=out)
-            np.exp(out, out=out)
-        return np.add.reduce(self._matrix, axis=0), shift
+    def fill(self, row: NDArray[np.float32], temperature: float) -> bool:
+        """Set `values` f32 [V], `sums` f32 [columns] over chunks, their f64 `total`, and `shift`.
+
+        False where the row has no finite maximum: then nothing can be sampled from it. `temperature` <= 1e30.
+        """
+        self.shift = 0.0
+        # Most rows need no shift, and so no maximum. What overflows is done again with it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._exp(row if temperature == 1.0 else np.multiply(row, np.float32(1.0 / temperature), out=self.values))
+        if _SMALLEST_SUM < self.total < _LARGEST_SUM:
+            return True
+        row_max = float(row.max())
+        if not math.isfinite(row_max):
+            return False
+        self.shift = row_max / temperature
+        np.subtract(row, np.float32(row_max), out=self.values)
+        self._exp(np.divide(self.values, np.float32(temperature), out=self.values))
+        return True
+
+    def _exp(self, scaled: NDArray[np.float32]) -> None:
+        np.exp(scaled, out=self.values)
+        np.add.reduce(self._matrix, axis=0, out=self.sums)
+        self.total = float(self.sums.sum(dtype=np.float64))
 
     def log_sum(self, row: NDArray[np.float32]) -> float:
-        """log(sum(exp(row)))."""
-        sums, shift = self.fill(row, float(row.max()), 1.0)
-        return math.log(float(sums.sum(dtype=np.float64))) + shift
+        """log(sum(exp(row))); NaN where the row has no finite maximum."""
+        return math.log(self.total) + self.shift if self.fill(row, 1.0) else math.nan
 
-    def pick(self, sums: NDArray[np.float32], u: float) -> int:
+    def pick(self, u: float) -> int:
         """The token at `u` in [0, 1) of the cumulative distribution (by chunk, then within it)."""
-        cumulative = sums.cumsum(dtype=np.float64)
+        cumulative = self.sums.cumsum(dtype=np.float64)
         column = search_cdf(cumulative, u)
         # What is left of `u`, as a share of the chunk: its f32 sum here and the f64 one below differ by rounding.
         before = float(cumulative[column - 1]) if column else 0.0
@@ -84,7 +92,9 @@ def kth_bound(row: NDArray[np.float32], maxima: NDArray[np.float32], k: int) -> 
     """
     if k >= row.size:
         return -math.inf
-    values = (maxima if 2 * k <= maxima.size else row).copy()
+    values = maxima.copy() if 2 * k <= maxima.size else row[row >= maxima.min()]
+    if values.size < k:
+        values = row.copy()
     values.partition(values.size - k)
     return float(values[values.size - k])
 

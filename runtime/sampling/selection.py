@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from runtime.sampling.rows import ChunkedExp, ids_from, kth_bound
 from runtime.sampling_params import SamplingParams
 
+# Hotter is no different: all logits that can be sampled weigh the same.
+MAX_TEMPERATURE = 1e30
 # Bins of the histogram of weights, 128 a binade; those below the last are one.
 _BINS = 8192
 
@@ -32,7 +34,9 @@ class Restriction:
 
     @classmethod
     def of(cls, params: SamplingParams) -> Restriction:
-        return cls(params.temperature, max(params.top_k, 0), params.top_p, params.min_p, params.typical_p)
+        return cls(
+            min(params.temperature, MAX_TEMPERATURE), max(params.top_k, 0), params.top_p, params.min_p, params.typical_p
+        )
 
     @property
     def is_void(self) -> bool:
@@ -82,18 +86,18 @@ def select(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The set itself: ids ascending i64 [K] and unnormalised probabilities f64 [K], none of them 0."""
     ids, values = found.ids, found.values
-    keep = values >= restriction.lowest(row_max)
     if 0 < restriction.top_k < values.size:  # all that equal the k-th largest stay, as in vLLM
-        keep &= values >= np.partition(values, values.size - restriction.top_k)[values.size - restriction.top_k]
-    ids, values = ids[keep], values[keep]
-    weights = weights_of(values, row_max, restriction.temperature)
+        kth = np.partition(values, values.size - restriction.top_k)[values.size - restriction.top_k]
+        keep = values >= max(float(kth), restriction.lowest(row_max))
+        ids, values = ids[keep], values[keep]
     if restriction.top_p < 1.0:
-        mass = restriction.top_p * float(np.cumsum(weights)[-1]) if found.mass is None else found.mass
-        kept = keep_top_p(values, mass, row_max, restriction.temperature)
-        ids, weights = ids[kept], weights[kept]
+        ids, values = _keep_top_p(ids, values, found.mass, row_max, restriction)
+    weights = weights_of(values, row_max, restriction.temperature)
     if restriction.typical_p < 1.0:
         kept = keep_typical(weights, restriction.typical_p)
         ids, weights = ids[kept], weights[kept]
+    if weights.min() > 0.0:
+        return ids, weights
     present = weights > 0.0  # not too unlikely for f64
     return ids[present], weights[present]
 
@@ -103,20 +107,28 @@ def weights_of(values: NDArray[np.float32], row_max: float, temperature: float) 
     return np.exp((values.astype(np.float64) - row_max) / temperature)
 
 
-def keep_top_p(values: NDArray[np.float32], mass: float, row_max: float, temperature: float) -> NDArray[np.int64]:
-    """Indices, ascending, of the fewest largest values whose weights together reach `mass` (all, where they do not).
+def _keep_top_p(
+    ids: NDArray[np.int64],
+    values: NDArray[np.float32],
+    mass: float | None,
+    row_max: float,
+    restriction: Restriction,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The fewest largest values whose weights reach the mass (all, where they do not; at least one).
 
-    At least one is kept. Among equals at the edge the lower index is kept.
+    `mass` None: the share `top_p` of their sum. Among equals at the edge the lower ids stay.
     """
-    order = np.sort(values)[::-1]
-    count = int(np.cumsum(weights_of(order, row_max, temperature)).searchsorted(mass, side="left")) + 1
-    count = min(count, order.size)
-    edge = order[count - 1]
-    kept = np.flatnonzero(values >= edge)
+    descending = np.sort(values)[::-1]
+    cumulative = weights_of(descending, row_max, restriction.temperature).cumsum()
+    if mass is None:
+        mass = restriction.top_p * float(cumulative[-1])
+    count = min(int(cumulative.searchsorted(mass, side="left")) + 1, values.size)
+    edge = descending[count - 1]
+    kept = (values >= edge).nonzero()[0]
     if kept.size > count:  # equals at the edge: drop the last ones
-        at_edge = np.flatnonzero(values[kept] == edge)
+        at_edge = (values[kept] == edge).nonzero()[0]
         kept = np.delete(kept, at_edge[at_edge.size - (kept.size - count) :])
-    return kept
+    return ids[kept], values[kept]
 
 
 def keep_typical(weights: NDArray[np.float64], typical_p: float) -> NDArray[np.int64]:
@@ -136,17 +148,16 @@ def _nucleus(
 ) -> Candidates:
     """A superset of top_p's set over the whole vocabulary, searched among more and more of the largest logits."""
     temperature = restriction.temperature
-    sums, shift = exp.fill(row, row_max, temperature)
-    total = float(sums.sum(dtype=np.float64))
+    exp.fill(row, temperature)
     # From the units of `exp`, shifted by `shift`, to those of `weights_of`, shifted by the maximum.
-    mass = restriction.top_p * total * math.exp(shift - row_max / temperature)
+    mass = restriction.top_p * exp.total * math.exp(exp.shift - row_max / temperature)
     # The k largest chunk maxima are k logits: where they alone reach the mass, so do all logits down to the k-th.
     descending = np.sort(maxima)[::-1]
     weights = np.exp((descending - np.float32(row_max)) / np.float32(temperature))
     k = int(weights.cumsum().searchsorted(mass * (1 + 1e-4), side="left"))  # 1e-4: these sums are f32
     ids = ids_from(row, descending[min(k, descending.size - 1)])
-    if k == descending.size and float(exp.values[ids].sum(dtype=np.float64)) < restriction.top_p * total:
-        ids = _heaviest(exp.values, restriction.top_p * total)
+    if k == descending.size and float(exp.values[ids].sum(dtype=np.float64)) < restriction.top_p * exp.total:
+        ids = _heaviest(exp.values, restriction.top_p * exp.total)
     return Candidates(ids, row[ids], mass)
 
 

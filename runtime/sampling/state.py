@@ -36,6 +36,7 @@ class SamplingState:
         "output_token_ids",
         "params",
         "processors",
+        "restricted",
         "restriction",
         "seed",
         "sequence_index",
@@ -57,8 +58,8 @@ class SamplingState:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         self.seed = seed & 0xFFFF_FFFF_FFFF_FFFF
         self.greedy = params.is_greedy
-        restriction = Restriction.of(params)
-        self.restriction = None if restriction.is_void else restriction
+        self.restriction = Restriction.of(params)
+        self.restricted = not self.restriction.is_void
         self.num_top = params.logprobs
         self.wants_logprob = params.logprobs is not None or params.num_sequences > params.n
         self.output_token_ids: list[int] = []
