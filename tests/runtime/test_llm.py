@@ -260,6 +260,7 @@ def test_options_reach_the_engine_and_bad_ones_are_named(artifact: Path, tmp_pat
     assert log.read_text().count("\n") >= 12
     with LLM(artifact, executor_factory="tiny_served:open_hash", kv_cache_memory="64KiB") as llm:
         assert 0 < llm.ready.kv_cache_bytes <= 65536
+    hash_model: dict[str, Any] = {"executor_factory": "tiny_served:open_hash"}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"colour": "blue"}, "unknown engine option colour"),
         ({"kv_cache_memory": "lots"}, "not a size"),
@@ -272,7 +273,7 @@ def test_options_reach_the_engine_and_bad_ones_are_named(artifact: Path, tmp_pat
     ]
     for options, problem in refused:
         with pytest.raises(PlancastError, match=problem):
-            LLM(artifact, **({"executor_factory": "tiny_served:open_hash"} | options))
+            LLM(artifact, **(hash_model | options))
     with pytest.raises(ArtifactError, match="no such artifact"):
         LLM(tmp_path / "nothing")
 
