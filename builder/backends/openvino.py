@@ -37,6 +37,7 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
     """
     import openvino as ov
 
+    from plugins.linear import op as linear
     from plugins.native import find_native
     from runtime.executors.openvino_model import OpenVINOEngine, reason
 
@@ -49,7 +50,7 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         progress.note("no compiled form: our C++ operators are not built here; each load compiles the portable form")
     try:
         _write_ir(model, folder)
-        engine = OpenVINOEngine(native, properties)
+        engine = OpenVINOEngine(native, properties, own_linear=recipe.backend.linear == "native")
         try:
             compiled = engine.compile_ir(folder / ENGINE)
         except RuntimeError as error:
@@ -61,7 +62,14 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         for name in (ENGINE, WEIGHTS, BLOB):
             (folder / name).unlink(missing_ok=True)
         raise
-    return BackendInfo(name="openvino", version=ov.get_version(), properties=properties, engine=ENGINE, blob=blob)
+    return BackendInfo(
+        name="openvino",
+        version=ov.get_version(),
+        properties=properties,
+        plugins={linear.OP_TYPE: linear.VERSION} if engine.lowered else {},
+        engine=ENGINE,
+        blob=blob,
+    )
 
 
 def kv_layout(model: ir.Model, recipe: Recipe) -> KvLayout:
@@ -157,6 +165,7 @@ def _write_ir(model: ir.Model, folder: Path) -> None:
     import onnx_ir as ir
     import openvino as ov
 
+    from builder.backends.openvino_rope import write_out_rope
     from plugins.paged_attention.openvino import conversion_extension
     from runtime.executors.openvino_model import reason
 
@@ -164,6 +173,7 @@ def _write_ir(model: ir.Model, folder: Path) -> None:
     core.add_extension(conversion_extension())
     with tempfile.TemporaryDirectory(dir=folder, prefix=".onnx-") as scratch:
         path = Path(scratch) / "model.onnx"
+        write_out_rope(model)
         ir.save(model, path, external_data="model.onnx.data")
         try:
             converted = core.read_model(path)

@@ -10,6 +10,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
+from plugins.linear.op import OP_TYPE
 from plugins.native import find_native
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executors.kv_cache import KvCache
@@ -58,7 +59,7 @@ class OpenVINOExecutor:
         self.num_threads = num_threads or manifest.defaults.num_threads or len(os.sched_getaffinity(0))
         properties = {**manifest.backend.properties, "INFERENCE_NUM_THREADS": str(self.num_threads)}
         native = find_native()
-        self._engine = OpenVINOEngine(native, properties)
+        self._engine = OpenVINOEngine(native, properties, own_linear=OP_TYPE in manifest.backend.plugins)
         self._check_compute(artifact)
         compiled = self._load(artifact, artifact.blob if native else None)
         self._request: ov.InferRequest | None = compiled.create_infer_request()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 
+from plugins.linear.openvino import lower_linear
 from plugins.paged_attention.openvino import reading_core, restore_nodes
 
 _COMPRESSED = (ov.Type.bf16, ov.Type.f16)
@@ -18,17 +19,23 @@ class OpenVINOEngine:
     Args:
         native: our shared library of C++ operators; without it, blobs cannot be loaded.
         properties: every property that a compilation gets, under OpenVINO's names.
+        own_linear: whether a compilation takes our C++ kernels, where `native` brings them, for products with int8
+            weights. The portable form keeps OpenVINO's own, so that it compiles anywhere.
     """
 
-    def __init__(self, native: Path | None, properties: dict[str, str]):
+    def __init__(self, native: Path | None, properties: dict[str, str], *, own_linear: bool = False):
         self.core = reading_core(native)
         self.properties = properties
+        self.lowered = 0  # products that the last compilation gave to our kernels
+        self._linear = native if own_linear else None
         self._blob: np.memmap | None = None
 
     def compile_ir(self, path: Path) -> ov.CompiledModel:
         """Compile the IR at `path` (.xml, its weights beside it in .bin, mapped). Raises `RuntimeError`."""
         model = self.core.read_model(path)
         restore_nodes(model)
+        if self._linear is not None:
+            self.lowered = lower_linear(model, self._linear)
         _keep_compressed(model)
         return self.core.compile_model(model, "CPU", self.properties)
 
