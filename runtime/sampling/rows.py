@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 CHUNK = 64
 # A sum of exp outside of these may have lost digits to overflow or underflow: then the maximum is taken off first.
 _SMALLEST_SUM, _LARGEST_SUM = 1e-15, 1e37
+_LOG2_E = 1.0 / math.log(2.0)
 
 
 class ChunkedExp:
@@ -34,11 +35,12 @@ class ChunkedExp:
         """Set `values` f32 [V], `sums` f32 [columns] over chunks, their f64 `total`, and `shift`.
 
         False where the row has no finite maximum: then nothing can be sampled from it. `temperature` <= 1e30.
+        Values are right to 4e-6: exp as 2^(x log2 e), whose vector instructions take half the time of exp's.
         """
         self.shift = 0.0
         # Most rows need no shift, and so no maximum. What overflows is done again with it.
         with np.errstate(over="ignore", invalid="ignore"):
-            self._exp(row if temperature == 1.0 else np.multiply(row, np.float32(1.0 / temperature), out=self.values))
+            self._exp2(np.multiply(row, np.float32(_LOG2_E / temperature), out=self.values))
         if _SMALLEST_SUM < self.total < _LARGEST_SUM:
             return True
         row_max = float(row.max())
@@ -46,11 +48,12 @@ class ChunkedExp:
             return False
         self.shift = row_max / temperature
         np.subtract(row, np.float32(row_max), out=self.values)
-        self._exp(np.divide(self.values, np.float32(temperature), out=self.values))
+        # A product with log2 e / temperature would be NaN where that overflows.
+        self._exp2(np.divide(self.values, np.float32(temperature / _LOG2_E), out=self.values))
         return True
 
-    def _exp(self, scaled: NDArray[np.float32]) -> None:
-        np.exp(scaled, out=self.values)
+    def _exp2(self, scaled: NDArray[np.float32]) -> None:
+        np.exp2(scaled, out=self.values)
         np.add.reduce(self._matrix, axis=0, out=self.sums)
         self.total = float(self.sums.sum(dtype=np.float64))
 
