@@ -17,7 +17,7 @@ from runtime.config import EngineConfig
 from runtime.errors import RequestError
 from runtime.executor import Executor
 from runtime.harvest import Harvester, note_finish, request_delta
-from runtime.iteration_log import IterationLog
+from runtime.iteration_log import IterationLog, StepTimes
 from runtime.memory import plan_kv_cache
 from runtime.messages import EngineRequest, EngineStats, RequestDelta, SequenceDelta, StepOutputs
 from runtime.sampler import Sampler
@@ -60,6 +60,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.kv, slots)
         self.goodput = Goodput(config.ttft_slo, config.tpot_slo)
         self.requests: dict[str, Request] = {}
+        self.last_step: StepTimes | None = None  # when the last step that ran anything did what
         self._gate = RequestGate(config, executor.vocab_size, executor.num_blocks, layout.block_size)
         self._deltas: list[RequestDelta] = []  # answers that need no step
         self._num_structured = 0  # requests with a grammar
@@ -170,10 +171,11 @@ class EngineCore:
         ran = self.clock()
         self._deltas += self._harvester.harvest(step, logits)
         ended = self.clock()
+        self.last_step = StepTimes(began, scheduled, built, ran, ended)
         self.scheduler.step_time.observe(len(step.sequences), step.num_prefill_tokens, ended - began)
         self._stats.steps += 1
         if self._log is not None:
-            self._log.step(step, self._stats.steps, (began, scheduled, built, ran, ended))
+            self._log.step(step, self._stats.steps, self.last_step)
         deltas, self._deltas = self._deltas, []
         return StepOutputs(deltas=deltas)
 

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -71,6 +71,16 @@ class LogStep(msgspec.Struct, tag="step", kw_only=True):
     copies: int = 0
     swap_outs: int = 0
     swap_ins: int = 0
+
+
+class StepTimes(NamedTuple):
+    """The clock at a step's begin, and after each of its parts, in seconds."""
+
+    began: float
+    scheduled: float
+    built: float
+    ran: float
+    ended: float
 
 
 class LogEnd(msgspec.Struct, tag="end", kw_only=True):
@@ -135,8 +145,8 @@ class IterationLog:
             for request in step.admitted
         ]
 
-    def step(self, step: ScheduledStep, number: int, times: tuple[float, float, float, float, float]) -> None:
-        """A planned step has run; `times` are the clock at its begin and after schedule, build, run and process."""
+    def step(self, step: ScheduledStep, number: int, times: StepTimes) -> None:
+        """A planned step has run."""
         if self._file is None:
             return
         began, scheduled, built, ran, ended = times
