@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bench.core_workloads import Job, make_jobs, play, sharegpt_lengths
 from bench.fake_executor import FakeExecutor, SimulatedClock
@@ -101,7 +102,7 @@ def measure_reuse(shared_tokens: int = 1000, own_tokens: int = 16, block_size: i
     return Reuse(*computed)
 
 
-def _core(block_size: int, max_num_seqs: int, max_context_len: int, **options: bool) -> EngineCore:
+def _core(block_size: int, max_num_seqs: int, max_context_len: int, **options: Any) -> EngineCore:
     num_blocks = max_num_seqs * -(-max_context_len // block_size)
     limits = {"max_num_seqs": max_num_seqs, "max_context_len": max_context_len, "max_num_batched_tokens": 512}
     executor = FakeExecutor(num_blocks, block_size=block_size)
