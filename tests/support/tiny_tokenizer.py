@@ -111,8 +111,9 @@ def _byte_fallback(vocab_size: int) -> Tokenizer:
     special = ["<unk>", "<s>", "</s>"]
     learner = Tokenizer(models.BPE())
     learner.normalizer = _sentencepiece_normalizer()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 259, show_progress=False, limit_alphabet=80)
-    learner.train_from_iterator(SENTENCES * 4, trainer)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 259, show_progress=False)
+    # ASCII alone is learnt: every other character comes as byte tokens.
+    learner.train_from_iterator([text.encode("ascii", "ignore").decode() for text in SENTENCES * 4], trainer)
     learned = json.loads(learner.to_str())["model"]
     names = [*special, *byte_tokens, *sorted(learned["vocab"], key=learned["vocab"].get)]
     merges = [tuple(merge) for merge in learned["merges"]]
@@ -134,14 +135,18 @@ def _sentencepiece_normalizer() -> normalizers.Normalizer:
 
 
 def _wordpiece(vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    """Every second word, and every character at the start of a word and inside (its trainer is not deterministic)."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=False), pre_tokenizers.BertPreTokenizer()
+    texts = [normalizer.normalize_str(text) for text in SENTENCES]
+    words = sorted({word for text in texts for word, _ in pre_tokenizer.pre_tokenize_str(text)})
+    letters = sorted({char for word in words for char in word})
+    names = [*special, *letters, *(f"##{char}" for char in letters), *(word for word in words[::2] if len(word) > 1)]
+    vocab = {name: index for index, name in enumerate(names[:vocab_size])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"], show_progress=False
-    )
-    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     return tokenizer
 
 
@@ -149,9 +154,7 @@ def _metaspace(vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False, limit_alphabet=120
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
     tokenizer.train_from_iterator(SENTENCES * 4, trainer)
     return tokenizer
 
