@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from builder.build import BuildPlan, BuildResult
+    from builder.progress import BuildProgress
 
 _Artifact = Annotated[Path, typer.Argument(help="An artifact's folder.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -48,11 +49,12 @@ def build(
         plan = builder.plan_build(loaded, out, force=force)
         print(json.dumps(_plan_dict(plan), indent=2)) if as_json else _print_plan(plan)
         return
+    progress = make_progress(quiet=quiet)
     try:
-        with _ending_on_signals():
-            result = builder.run_build(loaded, out, force=force, progress=make_progress(quiet=quiet))
+        with _ending_on_signals(progress):
+            result = builder.run_build(loaded, out, force=force, progress=progress)
     except KeyboardInterrupt:
-        print("interrupted: nothing was left behind", file=sys.stderr)
+        print("interrupted: nothing half-built is left", file=sys.stderr)
         raise typer.Exit(130) from None
     print(json.dumps(_result_dict(result), indent=2)) if as_json else _print_result(result)
 
@@ -108,16 +110,23 @@ def verify(artifact: _Artifact, as_json: _Json = False) -> None:
 
 
 @contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the build as Ctrl-C does, so that it cleans up. Exit code 128 + the signal."""
+def _ending_on_signals(progress: BuildProgress) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP unwind the build, so that it cleans up. Exit code 128 + the signal."""
 
     def end(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
+        progress.interruption = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        raise progress.interruption
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def say_unless_interrupted(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
+            sys.__unraisablehook__(unraisable)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    hook, sys.unraisablehook = sys.unraisablehook, say_unless_interrupted
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -41,16 +41,21 @@ class BuildProgress:
     stages: list[Stage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     meter: MemoryMeter = field(default_factory=MemoryMeter)
+    # Ends the build at the next report. A signal handler raises too, but what it raises is lost where Python cannot
+    # pass it on: in a weak reference's callback, of which PyTorch has many.
+    interruption: BaseException | None = None
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Stage]:
         """Run a stage under `name`. One at a time."""
+        self.check()
         stage = Stage(name, time.monotonic())
         self.stages.append(stage)
         self.meter.take_peak()
         self.stage_started(stage)
         try:
             yield stage
+            self.check()
         except BaseException:
             stage.failed = True
             raise
@@ -66,12 +71,18 @@ class BuildProgress:
     def __exit__(self, *exception: Any) -> None:
         self.meter.__exit__(*exception)
 
+    def check(self) -> None:
+        """Raise `interruption` if there is one."""
+        if self.interruption is not None:
+            raise self.interruption
+
     def note(self, line: str) -> None:
         """A line worth keeping."""
         self.notes.append(line)
 
     def update(self, task: str, done: int, total: int | None) -> None:
         """`done` of `total` (None: unknown) of `task`; bytes where it is a download."""
+        self.check()
 
     def stage_started(self, stage: Stage) -> None:
         pass
@@ -131,6 +142,7 @@ class LiveProgress(BuildProgress):
         self._console.print(line, markup=False, highlight=False)
 
     def update(self, task: str, done: int, total: int | None) -> None:
+        super().update(task, done, total)
         if not total:
             self._doing = f"{task} {done}" if done else task
         elif total >= 1 << 20:

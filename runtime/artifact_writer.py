@@ -118,11 +118,14 @@ class ArtifactWriter:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise `ArtifactError` unless `target` is free, an empty folder, or an artifact and nothing but that.
+    """Raise `ArtifactError` unless `target` can be made, or is an empty folder, or an artifact and nothing but that.
 
     A damaged artifact counts as one as long as its engine files tell: what cannot be loaded must be rebuildable.
     """
     if not os.path.lexists(target):
+        parent = next(folder for folder in target.absolute().parents if os.path.lexists(folder))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ArtifactError(f"{target}: cannot be made in {parent}, which is no folder that may be written to")
         return
     refusal = "choose another --out, or move it away"
     if target.is_symlink() or not target.is_dir():

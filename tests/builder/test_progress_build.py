@@ -66,3 +66,15 @@ def test_live_progress_shows_stages_failures_and_what_it_does() -> None:
         console.print(progress._render())
     assert "✗  pull" in capture.get()
     assert "a note [with brackets]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_interruption_that_was_swallowed_ends_the_build_at_the_next_report() -> None:
+    """Python drops what a signal handler raises inside a weak reference's callback."""
+    for progress in (BuildProgress(), PlainProgress(out=io.StringIO())):
+        with pytest.raises(KeyboardInterrupt), progress, progress.stage("trace"):  # noqa: PT012
+            progress.interruption = KeyboardInterrupt()
+            progress.update("weights", 1, 2)
+        assert progress.stages[0].failed
+        with pytest.raises(KeyboardInterrupt), progress.stage("compile"):
+            pass
+        assert len(progress.stages) == 1

@@ -221,8 +221,7 @@ def test_case_23_no_disk_is_one_line(workshop: Path, tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("moment", ["trace", "parity"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("moment", "number"), [("trace", signal.SIGTERM), ("parity", signal.SIGINT)])
 def test_a_signal_leaves_nothing_behind(workshop: Path, tmp_path: Path, moment: str, number: signal.Signals) -> None:
     """Ctrl-C and SIGTERM, while PyTorch traces and while the original model runs in its own process."""
     recipe = recipe_file(tmp_path, workshop / "model")
