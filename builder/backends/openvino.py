@@ -14,9 +14,13 @@ from runtime.kv_layout import KvLayer, KvLayout
 from runtime.manifest import BackendInfo
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx_ir as ir
+    import openvino as ov
+    from numpy.typing import NDArray
 
     from builder.recipe import Recipe
+    from runtime.executors.openvino_model import OpenVINOEngine
     from zoo.progress import Progress
 
 ENGINE = "engine.xml"
@@ -56,8 +60,16 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         except RuntimeError as error:
             raise BuildError(f"OpenVINO does not compile the graph: {reason(error)}") from error
         if blob:
-            with (folder / blob).open("wb") as file:
-                compiled.export_model(_ToFile(file))
+            expected = _export_blob(compiled, folder / blob)
+            del compiled  # so that its weights are not held twice
+            if not _loads_right(engine, folder / blob, expected):
+                (folder / blob).unlink()
+                blob = None
+                if progress:
+                    progress.note(
+                        "no compiled form: the one that OpenVINO wrote does not compute what the portable form does; "
+                        "each load compiles the portable form"
+                    )
     except BaseException:
         for name in (ENGINE, WEIGHTS, BLOB):
             (folder / name).unlink(missing_ok=True)
@@ -131,6 +143,24 @@ def engine_properties(recipe: Recipe) -> dict[str, str]:
         # Pinned threads fight with whatever else runs on the machine.
         "ENABLE_CPU_PINNING": "NO",
     }
+
+
+def _export_blob(compiled: ov.CompiledModel, path: Path) -> NDArray[np.float32]:
+    """Write the compiled form and return what it must compute (see `_loads_right`)."""
+    from builder.backends.openvino_probe import probe
+
+    with path.open("wb") as file:
+        compiled.export_model(_ToFile(file))
+    return probe(compiled)
+
+
+def _loads_right(engine: OpenVINOEngine, blob: Path, expected: NDArray[np.float32]) -> bool:
+    from builder.backends.openvino_probe import agree, probe
+
+    try:
+        return agree(probe(engine.import_blob(blob)), expected)
+    except RuntimeError:
+        return False
 
 
 def _check_attention(model: ir.Model) -> None:

@@ -41,6 +41,7 @@ class TinyOnnx:
     context: int = 256
     weights: str = "f32"
     attributes: dict = field(default_factory=dict)
+    rope: str | None = None  # "halves" or "interleaved": RotaryEmbedding of q and k, as the pass fuse_rope makes it
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,6 +52,7 @@ class TinyOnnx:
             shapes |= {f"q.{i}": (self.hidden, q), f"k.{i}": (self.hidden, kv), f"v.{i}": (self.hidden, kv)}
             shapes |= {f"o.{i}": (q, self.hidden)}
         shapes["head"] = (self.hidden, self.vocab_size)
+        self._frequencies = (100.0 ** -np.linspace(0, 1, self.head_size // 2)).astype(np.float32)
         self._stored: dict[str, tuple[NDArray, NDArray | None]] = {}
         self._values: dict[str, NDArray[np.float32]] = {}
         for name, shape in shapes.items():
@@ -102,10 +104,29 @@ class TinyOnnx:
             nodes.append(helper.make_node(op, inputs, [output], **attributes))
             return output
 
+        def ints(name: str, *values: int) -> str:
+            tensors.append(numpy_helper.from_array(np.array(values, np.int64), name))
+            return name
+
+        def rotate(rows: str, heads: int) -> str:
+            shape = ints(f"{rows}.heads", -1, heads, 1, self.head_size)
+            inputs = [node("Reshape", [rows, shape], f"{rows}.split"), "cos", "sin"]
+            turned = node("RotaryEmbedding", inputs, f"{rows}.turned", interleaved=int(self.rope == "interleaved"))
+            return node("Reshape", [turned, ints(f"{rows}.flat", -1, heads * self.head_size)], f"{rows}.rotated")
+
+        if self.rope:
+            tensors.append(numpy_helper.from_array(self._frequencies, "frequencies"))
+            place = node("Cast", ["position_ids"], "position_ids.f32", to=TensorProto.FLOAT)
+            place = node("Reshape", [place, ints("column", -1, 1, 1)], "position_ids.column")
+            angle = node("Mul", [place, "frequencies"], "angle")
+            node("Cos", [angle], "cos")
+            node("Sin", [angle], "sin")
         x = node("Gather", [weight("embed"), "input_ids"], "tokens")
         x = node("Add", [x, node("Gather", [weight("positions"), "position_ids"], "places")], "x")
         for i in range(self.layers):
             q, k, v = (node("MatMul", [x, weight(f"{p}.{i}")], f"{p}_rows.{i}") for p in "qkv")
+            if self.rope:
+                q, k = rotate(q, self.num_heads), rotate(k, self.num_kv_heads)
             inputs = [q, k, v, f"key_cache.{i}", f"value_cache.{i}", *INPUTS[5:10]]
             attention = f"attention.{i}"
             node(OP_TYPE, inputs, attention, domain=DOMAIN, layer=i, kv_dtype="f32", **self.attention_attributes)
@@ -130,7 +151,7 @@ class TinyOnnx:
             ir_version=10,
         )
         onnx.checker.check_model(model, full_check=True)
-        return ir.from_proto(model)
+        return ir.from_proto(onnx.shape_inference.infer_shapes(model, strict_mode=True))
 
     def caches(self, num_blocks: int) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """Empty caches for `step`, a pair a layer."""
@@ -147,5 +168,20 @@ class TinyOnnx:
         tables = (batch.past_lens, batch.query_starts, batch.block_ids, batch.block_starts, batch.max_context_len)
         for i, (keys, values) in enumerate(caches):
             q, k, v = (x @ w[f"{p}.{i}"] for p in "qkv")
+            q, k = self._rotate(q, batch.positions), self._rotate(k, batch.positions)
             x = x + reference(q, k, v, keys, values, *tables, **self.attention_attributes) @ w[f"o.{i}"]
         return x[batch.logits_rows] @ w["head"]
+
+    def _rotate(self, rows: NDArray[np.float32], positions: NDArray) -> NDArray[np.float32]:
+        """Rotary embedding (Su et al. 2021) of [T, heads * head_size]."""
+        if not self.rope:
+            return rows
+        angle = (positions[:, None] * self._frequencies).astype(np.float32)[:, None]
+        x = rows.reshape(len(rows), -1, self.head_size)
+        out = np.empty_like(x)
+        half = self.head_size // 2
+        interleaved = self.rope == "interleaved"
+        first, second = (np.s_[..., 0::2], np.s_[..., 1::2]) if interleaved else (np.s_[..., :half], np.s_[..., half:])
+        out[first] = x[first] * np.cos(angle) - x[second] * np.sin(angle)
+        out[second] = x[second] * np.cos(angle) + x[first] * np.sin(angle)
+        return out.reshape(rows.shape)
