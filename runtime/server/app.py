@@ -17,7 +17,7 @@ from runtime.server.config import ServerConfig
 from runtime.server.errors import ApiError, Kind, dialect_of, route_path, to_api_error
 from runtime.server.middleware import Gate
 from runtime.server.registry import ModelRegistry
-from runtime.server.routes import admin, anthropic, chat, completions, ops, page, responses, tgi, tokenize
+from runtime.server.routes import admin, anthropic, chat, completions, embeddings, ops, page, responses, tgi, tokenize
 from runtime.server.sse import ClientGoneError
 from runtime.server.state import ServerState
 from runtime.version import __version__
@@ -26,6 +26,7 @@ _ROUTERS = (
     completions.router,
     chat.router,
     responses.router,
+    embeddings.router,
     tokenize.router,
     tgi.router,
     anthropic.router,
@@ -43,6 +44,8 @@ def create_app(config: ServerConfig, registry: ModelRegistry) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         yield
         await registry.close()
+        if state.tracer is not None:
+            state.tracer.close()
 
     app = FastAPI(
         title="plancast",

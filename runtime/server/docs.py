@@ -66,6 +66,8 @@ def describe(
     if streams:
         content["text/event-stream"] = {"schema": _EVENT}
     responses: dict[int, dict[str, Any]] = {200: {"description": "Success", "content": content}}
+    if body is not None and not content:
+        responses[200] = {"description": "Never"}
     if body is not None:
         invalid = (422, 424) if dialect is Dialect.TGI else (400, 500)
         statuses = (401, *invalid, 404, 413, 415, 429, 503, *statuses)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.server import logs
+from runtime.server import logs, tracing
 from runtime.server.auth import ApiKeys, key_of
 from runtime.server.errors import ApiError, Kind, dialect_of, route_path, to_api_error
 
@@ -51,6 +51,8 @@ class Gate:
         path = route_path(scope)
         request_id = _id_of(headers)
         token = logs.request_id.set(request_id)
+        if self.state.tracer is not None:
+            tracing.carrier.set(headers)
         scope.setdefault("state", {})["log"] = extras = {}
         started = time.perf_counter()
         status = 0

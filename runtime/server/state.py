@@ -12,6 +12,7 @@ from runtime.server.live import LiveFeed
 from runtime.server.metrics import Metrics
 from runtime.server.registry import ModelRegistry
 from runtime.server.responses_store import ResponseStore
+from runtime.server.tracing import Tracer
 from runtime.server.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class ServerState:
         self.config = config
         self.registry = registry
         self.metrics = Metrics()
-        self.tracker = Tracker(self.metrics)
+        self.tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint is not None else None
+        self.tracker = Tracker(self.metrics, self.tracer)
         self.responses = ResponseStore()
         self.live = LiveFeed(self)
         self.admission = Admission(config.max_concurrent_requests, self.tracker)

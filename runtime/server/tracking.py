@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from runtime.outputs import RequestOutput
 from runtime.sampling_params import SamplingParams
 from runtime.server.metrics import Metrics
+from runtime.server.tracing import Tracer
 
 
 @dataclass(slots=True)
@@ -44,8 +45,9 @@ class Record:
 class Tracker:
     """The generations in flight, and what the latest finished ones measured."""
 
-    def __init__(self, metrics: Metrics, keep: int = 512):
+    def __init__(self, metrics: Metrics, tracer: Tracer | None = None, keep: int = 512):
         self.metrics = metrics
+        self.tracer = tracer
         self.active: dict[str, Record] = {}
         self.recent_ttft: deque[float] = deque(maxlen=keep)
         self.recent_tpot: deque[float] = deque(maxlen=keep)
@@ -86,3 +88,5 @@ class Tracker:
             self.recent_tpot.append(tpot)
         self.mean_seconds += 0.1 * (time.monotonic() - record.arrival - self.mean_seconds)
         self.metrics.finished(record)
+        if self.tracer is not None:
+            self.tracer.finished(record)

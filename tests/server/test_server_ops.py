@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
 import socket
 import ssl
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -119,6 +122,41 @@ def test_json_logs_have_the_request_id_and_the_counts(server: ServerThread):
         assert (line["status"], line["completion_tokens"]) == (200, 4)
         assert line["ms"] > 0
     assert refused["status"] == 400
+
+
+def test_traces_reach_an_otlp_collector_under_the_callers_trace(artifact):
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    config = ServerConfig(port=0, otlp_endpoint=f"http://127.0.0.1:{collector.server_port}")
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    try:
+        with ServerThread({"tiny": artifact}, config) as server, server.client() as client:
+            client.post("/v1/completions", json=BODY | {"ignore_eos": True}, headers={"traceparent": parent})
+    finally:
+        collector.shutdown()
+        collector.server_close()
+    (span,) = ExportTraceServiceRequest.FromString(received[0]).resource_spans[0].scope_spans[0].spans
+    attributes = {item.key: item.value for item in span.attributes}
+    assert span.name == "llm_request"
+    assert span.trace_id.hex() == parent.split("-")[1]
+    assert span.parent_span_id.hex() == parent.split("-")[2]
+    assert attributes["gen_ai.usage.completion_tokens"].int_value == 4
+    assert attributes["gen_ai.latency.time_to_first_token"].double_value > 0
+    assert span.end_time_unix_nano > span.start_time_unix_nano
 
 
 # Keys

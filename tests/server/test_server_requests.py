@@ -172,3 +172,10 @@ def test_unknown_fields_are_ignored_as_vllm_ignores_them(server: ServerThread):
     with server.client() as client:
         body = {"prompt": "a", "max_tokens": 1, "future_option": {"x": 1}}
         assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_embeddings_are_refused_with_the_reason(server: ServerThread):
+    for path in ("/v1/embeddings", "/pooling"):
+        error = refused(server, path, {"input": "Paris", "model": "tiny"})
+        assert (error["code"], error["param"]) == ("no_embedding_output", "model")
+        assert refused(server, path, {"input": "Paris", "model": "other"}, 404)["code"] == "model_not_found"
