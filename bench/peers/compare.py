@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -154,7 +153,3 @@ def print_report(report: dict) -> None:
             "" if row["engine"] == "plancast" else spread,
         )
     Console().print(table)
-
-
-def write_json(report: dict, path: Path) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n")
