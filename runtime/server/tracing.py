@@ -1,4 +1,4 @@
-"""OpenTelemetry traces over OTLP/HTTP: a span a generation, under vLLM names. Off, and not imported, unless asked for."""
+"""OpenTelemetry traces over OTLP/HTTP: a span a generation, under vLLM names. Not imported unless asked for."""
 
 from __future__ import annotations
 

@@ -39,11 +39,14 @@ $("theme").addEventListener("click", () => {
 paint();
 
 const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
-const bytes = (n) => {
+/** Two sizes in the larger one's unit: "19 of 300 MiB". */
+function sizes(part, whole) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, n)) / 10));
-  return `${(n / 2 ** (10 * power)).toFixed(power ? 1 : 0)} ${units[power]}`;
-};
+  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, whole)) / 10));
+  const digits = whole / 2 ** (10 * power) < 10 ? 1 : 0;
+  const [used, all] = [part, whole].map((n) => (n / 2 ** (10 * power)).toFixed(digits));
+  return `${used} of ${all} ${units[power]}`;
+}
 
 function showModels(models) {
   const names = models.map((item) => item.name);
@@ -63,7 +66,7 @@ function show() {
   $("waiting").textContent = `${current.waiting} waiting`;
   const used = current.blocks - current.free;
   $("kv").textContent = percent(used, current.blocks);
-  $("kv-detail").textContent = `${bytes(used * current.bytes_per_block)} of ${bytes(current.blocks * current.bytes_per_block)}`;
+  $("kv-detail").textContent = sizes(used * current.bytes_per_block, current.blocks * current.bytes_per_block);
   $("prefix").textContent = percent(current.prefix_hits, current.prefix_queries);
   $("prefix-detail").textContent = current.prefix_queries ? `${current.prefix_hits.toLocaleString()} tokens` : "no lookup yet";
   $("spec").textContent = percent(current.accepted_tokens, current.draft_tokens);
