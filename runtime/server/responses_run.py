@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from runtime.server.protocol.responses import (
     ResponsesUsage,
 )
 from runtime.server.responses_store import Stored
+
+TextItem = TypeVar("TextItem", MessageItem, ReasoningItem)
 
 
 class ResponseRun:
@@ -109,12 +111,12 @@ class ResponseRun:
     def _take(self, event: Event) -> None:
         match event:
             case Content(text):
-                item = self._message()
+                item = self._text_item(MessageItem, "msg_", OutputText(text=""))
                 item.content[0].text += text
                 if text:
                     self._part("response.output_text.delta", item.id, delta=text, logprobs=[])
             case Reasoning(text):
-                item = self._reasoning()
+                item = self._text_item(ReasoningItem, "rs_", ReasoningText(text=""))
                 item.content[0].text += text
                 self._part("response.reasoning_text.delta", item.id, delta=text)
             case ToolStart(call_id, name):
@@ -127,25 +129,16 @@ class ResponseRun:
                 self.item.arguments += text
                 self._at("response.function_call_arguments.delta", self.item.id, delta=text)
 
-    def _message(self) -> MessageItem:
-        if not isinstance(self.item, MessageItem):
-            self._end_item("completed")
-            item = MessageItem(id=new_id("msg_"), status="in_progress", content=[])
-            self._begin(item)
-            item.content.append(OutputText(text=""))
-            self._part("response.content_part.added", item.id, part=item.content[0])
-            return item
-        return self.item
-
-    def _reasoning(self) -> ReasoningItem:
-        if not isinstance(self.item, ReasoningItem):
-            self._end_item("completed")
-            item = ReasoningItem(id=new_id("rs_"), status="in_progress", content=[])
-            self._begin(item)
-            item.content.append(ReasoningText(text=""))
-            self._part("response.content_part.added", item.id, part=item.content[0])
-            return item
-        return self.item
+    def _text_item(self, kind: type[TextItem], prefix: str, part: OutputText | ReasoningText) -> TextItem:
+        """The open item if it is of that kind, else a new one with an empty part."""
+        if isinstance(self.item, kind):
+            return self.item
+        self._end_item("completed")
+        item = kind(id=new_id(prefix), status="in_progress", content=[])
+        self._begin(item)
+        item.content.append(part)  # type: ignore[arg-type]
+        self._part("response.content_part.added", item.id, part=part)
+        return item
 
     def _begin(self, item: OutputItem) -> None:
         self.item = item

@@ -28,10 +28,10 @@ class ParrotModel(SlowHashModel):
         self.user = tokenizer.encode("user\n", add_special_tokens=False)
         self.assistant = tokenizer.encode("assistant\n", add_special_tokens=False)
 
-    def logits_after(self, history: NDArray[np.int64]) -> NDArray[np.float32]:
+    def logits_after(self, history: NDArray[np.int64] | list[int]) -> NDArray[np.float32]:
         logits = super().logits_after(history).astype(np.float32)
         logits = logits / max(1.0, float(np.abs(logits).max()))
-        logits[self.next_token(history.tolist())] = CERTAIN
+        logits[self.next_token(np.asarray(history).tolist())] = CERTAIN
         return logits
 
     def next_token(self, history: list[int]) -> int:
