@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from runtime.errors import RequestError
+from runtime.philox import uniform
 from runtime.sampler import Sampler
 from runtime.sampling.narrow import MAX_CANDIDATES
 from runtime.sampling_params import SamplingParams
@@ -455,3 +456,14 @@ def test_truncate_leads_back_to_the_same_state(data):
     np.testing.assert_array_equal(sampler.processed(row, state), expected)
     np.testing.assert_array_equal(sampler.processed(row, fork), expected)
     assert fork.uniform() == fresh.uniform() == state.uniform()
+
+
+def test_the_counter_is_the_output_position():
+    """What a seed means must not change between versions: key (seed, index), counter the position."""
+    sampler = Sampler(50, [EOS])
+    state = sampler.new_state(SamplingParams(seed=7, n=3), [1], 2)
+    for position in range(70):  # over the edges of the blocks in which numbers are drawn
+        assert state.uniform() == uniform(7, 2, position)
+        state.append(1)
+    state.truncate(3)
+    assert state.uniform() == uniform(7, 2, 3)
