@@ -145,3 +145,11 @@ def test_everything_forbidden_ends_the_search():
     assert search.step(np.zeros((1, 10), np.float32)) == []
     assert search.is_done
     assert search.hypotheses() == []
+
+
+def test_enough_candidates_where_every_eos_id_is_likely():
+    """(1 + number of EOS ids) x width candidates: the search goes on with a full set of beams."""
+    search = BeamSearch(2, 1, [1, 2, 3], 5)
+    logits = np.zeros((1, 10), np.float32)
+    logits[0, [1, 2, 3]] = 9.0
+    assert [move.token_id for move in search.step(logits)] == [0, 4]
