@@ -66,10 +66,12 @@ def make_passes() -> list[GraphPass]:
     from builder.passes.set_dtype import SetDtype
     from builder.passes.tidy import Tidy
     from builder.passes.tokens_first import TokensFirst
+    from builder.passes.unify_products import UnifyProducts
 
     return [
         Tidy(),
         TokensFirst(),
+        UnifyProducts(),
         Tidy(),
         FuseRMSNorm(),
         FuseRope(),

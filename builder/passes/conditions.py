@@ -80,3 +80,13 @@ def rows_before_head(model: ir.Model) -> str | None:
             return None if shape and shape[0] == "R" else f"the head runs on {shape}"
         value = node.inputs[0]
     return None
+
+
+def one_product_form(model: ir.Model) -> str | None:
+    """No Gemm is left, and no product takes a weight as it is stored: a Transpose stands between."""
+    for node in model.graph:
+        if node.op_type == "Gemm" and not node.domain:
+            return f"{node.outputs[0].name} is made by Gemm"
+        if node.op_type == "MatMul" and (matrix := node.inputs[1]) is not None and matrix.is_initializer():
+            return f"{matrix.name} is stored [in, out]"
+    return None

@@ -13,7 +13,7 @@ ORIGINS = "plancast.origins"  # metadata of a merged weight: the names that it w
 
 
 class Matrix(NamedTuple):
-    """A weight `[out, in]`, `[in, out]` or `[experts, ...]`, and its axis of output channels (an embedding's rows)."""
+    """A weight `[out, in]` or `[in, out]`, and its axis of output channels (an embedding's rows)."""
 
     value: ir.Value
     tensor: ir.TensorProtocol
@@ -30,9 +30,9 @@ def matrices(model: ir.Model, skip: tuple[str, ...] = ()) -> list[Matrix]:
     found = []
     for value in model.graph.initializers.values():
         tensor, shape = weight(value), dims(value)
-        if tensor is None or shape is None or len(shape) not in (2, 3) or not tensor.dtype.is_floating_point():
+        if tensor is None or shape is None or len(shape) != 2 or not tensor.dtype.is_floating_point():
             continue
-        axes = {_output_axis(use.node, use.idx, len(shape)) for use in value.uses()}
+        axes = {_output_axis(use.node, use.idx) for use in value.uses()}
         axis = next(iter(axes), None)
         if len(axes) != 1 or axis is None:
             continue
@@ -42,19 +42,18 @@ def matrices(model: ir.Model, skip: tuple[str, ...] = ()) -> list[Matrix]:
     return found
 
 
-def _output_axis(node: ir.Node, index: int, rank: int) -> int | None:
+def _output_axis(node: ir.Node, index: int) -> int | None:
     """The axis of a weight that a use takes as output channels; None where the use is not one of a matrix."""
     if node.domain:
         return None
     if node.op_type == "MatMul" and index == 1:
-        return rank - 1
+        return 1
     if node.op_type == "Gemm" and index == 1 and not node.attributes.get_int("transA", 0):
         return 0 if node.attributes.get_int("transB", 0) else 1
-    if node.op_type == "Gather" and index == 0 and node.attributes.get_int("axis", 0) == 0 and rank == 2:
+    if node.op_type == "Gather" and index == 0 and node.attributes.get_int("axis", 0) == 0:
         return 0
     if node.op_type == "Transpose":
-        swapped = [*range(rank - 2), rank - 1, rank - 2]
         users = list(node.outputs[0].uses())
         products = users and all(use.node.op_type == "MatMul" and use.idx == 1 for use in users)
-        return rank - 2 if products and list(node.attributes["perm"].as_ints()) == swapped else None
+        return 0 if products and list(node.attributes["perm"].as_ints()) == [1, 0] else None
     return None

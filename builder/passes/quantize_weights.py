@@ -59,28 +59,17 @@ def _quantize(editor: Editor, matrix: Matrix) -> None:
     value, tensor, axis = matrix
     shape = static_shape(value)
     uses = list(value.uses())
-    flat, flat_axis = shape, axis
-    if len(shape) == 3:  # experts: a scale a channel of each, so the two axes become one
-        flat = (shape[0] * shape[1], shape[2]) if axis == 1 else shape
-        if axis != 1:
-            return
-        flat_axis = 0
     name = value.name or "weight"
-
-    def array() -> NDArray[np.floating]:
-        return tensor.numpy().reshape(flat)
 
     scale = editor.initializer(
         f"{name}.scale",
-        lazy(f"{name}.scale", ir.DataType.FLOAT, (flat[flat_axis],), lambda: channel_scales(array(), flat_axis)),
+        lazy(f"{name}.scale", ir.DataType.FLOAT, (shape[axis],), lambda: channel_scales(tensor.numpy(), axis)),
     )
-    value.const_value = lazy(name, ir.DataType.INT8, flat, lambda: quantize(array(), flat_axis))
+    value.const_value = lazy(name, ir.DataType.INT8, shape, lambda: quantize(tensor.numpy(), axis))
     value.dtype = ir.DataType.INT8
-    value.shape = ir.Shape(flat)
     first = min((use.node for use in uses), key=list(editor.graph).index)
     restored = editor.node(
-        first, "DequantizeLinear", [value, scale], flat, attributes={"axis": flat_axis}, dtype=ir.DataType.FLOAT
+        first, "DequantizeLinear", [value, scale], shape, attributes={"axis": axis}, dtype=ir.DataType.FLOAT
     )
-    restored = editor.reshape(first, restored, shape)
     for node, index in uses:
         node.replace_input_with(index, restored)

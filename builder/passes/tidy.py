@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from builder.recipe import Recipe
 
+_NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1}  # exactly: 1e-8 is an epsilon, not a 0
+
 # What may be done to a weight once, before the engine is built (gemma's `1 + weight`), instead of in each step.
 _WEIGHT_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "Add": np.add,
@@ -71,8 +73,13 @@ def _simplify(node: ir.Node) -> None:
     elif (node.op_type == "Cast" and node.attributes["to"].as_int() == data.dtype) or node.op_type == "Identity":
         if not (data.is_graph_input() and output.is_graph_output()):
             replace(output, data)
-    elif node.op_type in ("Mul", "Div") and dims(data) == dims(output) is not None and scalar(node.inputs[1]) == 1.0:
-        replace(output, data)
+    elif node.op_type in _NEUTRAL:
+        for kept, other in zip(node.inputs, node.inputs[::-1], strict=True):
+            first = kept is data or node.op_type in ("Add", "Mul")
+            same = kept is not None and dims(kept) == dims(output) is not None
+            if kept is not None and first and same and scalar(other) == _NEUTRAL[node.op_type]:
+                replace(output, kept)
+                return
 
 
 def _independent(reshape: ir.Node) -> bool:
@@ -94,6 +101,9 @@ def _fold_weight(model: ir.Model, node: ir.Node) -> None:
         compute = _WEIGHT_ARITHMETIC[node.op_type]
     elif node.op_type in ("Reshape", "Unsqueeze", "Squeeze"):
         operands, compute = operands[:1], lambda array: array.reshape(shape)
+    elif node.op_type == "Transpose" and len(shape) != 2:  # of two axes, it belongs to a product
+        perm = node.attributes["perm"].as_ints()
+        compute = lambda array: array.transpose(perm)  # noqa: E731
     elif node.op_type == "Cast" and output.dtype.is_floating_point():
         numpy_dtype = output.dtype.numpy()
         compute = lambda array: array.astype(numpy_dtype)  # noqa: E731

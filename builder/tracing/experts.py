@@ -1,7 +1,8 @@
 """Mixtures of experts in a trace: every expert for every token, weighted by the router (0 for those not chosen).
 
-Exact, and plain matrix products, where the implementations of transformers sort or gather weights by token. It costs
-experts / experts-per-token times the arithmetic; weights are read once a step, as in any large batch.
+Exact, and two plain matrix products: all experts' up-projections side by side, and all their down-projections end to
+end, whose contraction sums over the experts. It costs experts / experts-per-token times the arithmetic that is needed;
+weights are read once a step, as in any large batch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
+
+from runtime.errors import BuildError
 
 IMPLEMENTATION = "plancast_dense"
 
@@ -33,19 +37,22 @@ def dense_experts(
 
     Returns:
         [T, hidden].
+
+    Raises:
+        BuildError: the experts do something between their products that does not fit two products.
     """
-    tokens, experts = hidden_states.shape[0], self.num_experts
-
-    def linear(x_ETK: torch.Tensor, name: str) -> torch.Tensor:
-        weight = getattr(self, name)
-        out = torch.matmul(x_ETK, weight if self.is_transposed else weight.transpose(1, 2))
-        return out + getattr(self, f"{name}_bias")[:, None] if self.has_bias else out
-
-    up = linear(hidden_states[None], "gate_up_proj" if self.has_gate else "up_proj")
-    out_ETH = linear(self._apply_gate(up) if self.has_gate else self.act_fn(up), "down_proj")
+    experts, width = self.num_experts, hidden_states.shape[-1]
+    weights_TE = torch.zeros_like(top_k_weights[:, :1]).expand(-1, experts).scatter(1, top_k_index, top_k_weights)
+    weights_TE = weights_TE.to(hidden_states.dtype)
     if self.has_post_expert_norm:
-        out_ETH = self.post_expert_norm(out_ETH)
-    weights_TE = torch.zeros(tokens, experts, dtype=out_ETH.dtype).scatter(
-        1, top_k_index, top_k_weights.to(out_ETH.dtype)
-    )
-    return (out_ETH * weights_TE.transpose(0, 1)[:, :, None]).sum(dim=0)
+        raise BuildError(f"{type(self).__name__} normalizes each expert's output, which is not supported")
+
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    up_ENK = getattr(self, name).transpose(1, 2) if self.is_transposed else getattr(self, name)
+    up_TEN = linear(hidden_states, up_ENK.reshape(-1, width)).unflatten(-1, (experts, -1))
+    if self.has_bias:
+        up_TEN = up_TEN + getattr(self, f"{name}_bias")
+    inner_TEI = self._apply_gate(up_TEN) if self.has_gate else self.act_fn(up_TEN)
+    down_HEI = self.down_proj.permute(2, 0, 1) if self.is_transposed else self.down_proj.permute(1, 0, 2)
+    out_TH = linear((inner_TEI * weights_TE[:, :, None]).flatten(1), down_HEI.flatten(1))
+    return out_TH + weights_TE @ self.down_proj_bias if self.has_bias else out_TH

@@ -170,6 +170,7 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
