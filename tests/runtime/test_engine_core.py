@@ -403,3 +403,13 @@ def test_counters_add_up() -> None:
     assert driver.core.stats() == driver.core.stats()
     assert driver.core.reset_prefix_cache() == stats.num_cached_blocks
     assert driver.core.stats(with_blocks=True).block_states == bytes(100)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, None])
+def test_a_sibling_may_contain_all_of_the_first_sequence(chunk: int | None) -> None:
+    """The first sequence ends at the edge of a block, and another goes on from there: neither loses a cell."""
+    request = make_request("r", list(range(6)), greedy=False, n=2, max_tokens=12, ignore_eos=True)
+    request.resume_token_ids = [[1, 2], [1, 2, 3, 4, 5]]
+    driver = Driver(make_core(max_prefill_chunk=chunk, enable_prefix_caching=False))
+    driver.add(request)
+    assert driver.run()["r"].tokens == run_alone(request, block_size=64).tokens
