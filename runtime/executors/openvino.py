@@ -59,9 +59,10 @@ class OpenVINOExecutor:
         self.num_threads = num_threads or manifest.defaults.num_threads or len(os.sched_getaffinity(0))
         properties = {**manifest.backend.properties, "INFERENCE_NUM_THREADS": str(self.num_threads)}
         native = find_native()
-        self._engine = OpenVINOEngine(native, properties, own_linear=OP_TYPE in manifest.backend.plugins)
-        self._check_compute(artifact)
-        compiled = self._load(artifact, artifact.blob if native else None)
+        engine = OpenVINOEngine(native, properties, own_linear=OP_TYPE in manifest.backend.plugins)
+        _check_compute(engine, artifact)
+        compiled, self.load_source = _load(engine, artifact, artifact.blob if native else None)
+        self._engine: OpenVINOEngine | None = engine
         self._request: ov.InferRequest | None = compiled.create_infer_request()
         self._cache: KvCache | None = None
         self._cells = {
@@ -133,24 +134,8 @@ class OpenVINOExecutor:
 
     def close(self) -> None:
         """Free the engine and the cache. Idempotent; views of the last logits become invalid."""
-        self._request = self._cache = None  # in this order: the request points into the cache's memory
-
-    def _load(self, artifact: Artifact, blob: Path | None) -> ov.CompiledModel:
-        self.load_source = "ir"
-        if blob:
-            try:
-                compiled = self._engine.import_blob(blob)
-                self.load_source = "blob"
-                return compiled
-            except RuntimeError:
-                pass  # made by another build of OpenVINO, or for another CPU: the portable form still serves
-        try:
-            return self._engine.compile_ir(artifact.file(artifact.manifest.backend.engine))
-        except RuntimeError as error:
-            hint = rebuild_hint(artifact.manifest.name)
-            raise ArtifactError(
-                f"{artifact.path}: OpenVINO does not load the engine ({reason(error)}); {hint}"
-            ) from error
+        # In this order: the request points into the memory of the cache and of the engine's blob.
+        self._request = self._cache = self._engine = None
 
     def _open_request(self) -> ov.InferRequest:
         if self._request is None:
@@ -179,12 +164,27 @@ class OpenVINOExecutor:
                 f"the manifest; {rebuild_hint(artifact.manifest.name)}"
             )
 
-    def _check_compute(self, artifact: Artifact) -> None:
-        """OpenVINO computes in f32, silently, where the CPU has no bf16; the KV cache then has the wrong type."""
-        if self._engine.properties.get("INFERENCE_PRECISION_HINT") == "bf16":
-            offered = self._engine.core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-            if "BF16" not in offered:
-                raise ArtifactError(
-                    f"{artifact.path}: computes in bf16, which this CPU does not (it has {', '.join(offered)}); "
-                    "rebuild it: plancast build RECIPE --set backend.compute=f32 --set kv=f16"
-                )
+
+def _load(engine: OpenVINOEngine, artifact: Artifact, blob: Path | None) -> tuple[ov.CompiledModel, str]:
+    """The compiled model and where it came from: "blob" or "ir"."""
+    if blob:
+        try:
+            return engine.import_blob(blob), "blob"
+        except RuntimeError:
+            pass  # made by another build of OpenVINO, or for another CPU: the portable form still serves
+    try:
+        return engine.compile_ir(artifact.file(artifact.manifest.backend.engine)), "ir"
+    except RuntimeError as error:
+        hint = rebuild_hint(artifact.manifest.name)
+        raise ArtifactError(f"{artifact.path}: OpenVINO does not load the engine ({reason(error)}); {hint}") from error
+
+
+def _check_compute(engine: OpenVINOEngine, artifact: Artifact) -> None:
+    """OpenVINO computes in f32, silently, where the CPU has no bf16; the KV cache then has the wrong type."""
+    if engine.properties.get("INFERENCE_PRECISION_HINT") == "bf16":
+        offered = engine.core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        if "BF16" not in offered:
+            raise ArtifactError(
+                f"{artifact.path}: computes in bf16, which this CPU does not (it has {', '.join(offered)}); "
+                "rebuild it: plancast build RECIPE --set backend.compute=f32 --set kv=f16"
+            )
