@@ -9,7 +9,6 @@ for, so that the figures depend on the scheduling alone and are the same on any 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -249,8 +248,3 @@ def draw(report: dict) -> str:
     svg.text(64, 520, "0", size=10, anchor="end", fill=FAINT)
     svg.axis(70, 522, 900, 100.0, "per cent of the requests: time to the first token")
     return svg.render()
-
-
-def write_json(report: dict, path: Path) -> None:
-    """Write the report."""
-    path.write_text(json.dumps(report) + "\n")

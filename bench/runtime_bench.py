@@ -8,12 +8,10 @@ from __future__ import annotations
 import cProfile
 import io
 import itertools
-import json
 import pstats
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from bench.core_workloads import Job, make_jobs, quantile
 from bench.fake_executor import FakeExecutor
@@ -155,11 +153,6 @@ def print_report(report: dict) -> None:
         f"A second prompt with 1000 tokens in common: {reuse['second']} tokens computed instead of {reuse['first']} "
         f"({reuse['saved']:.1%} saved)"
     )
-
-
-def write_json(report: dict, path: Path) -> None:
-    """Write the report."""
-    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def profile(running: int = 128, steps: int = 500, lines: int = 15) -> str:
