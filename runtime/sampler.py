@@ -82,10 +82,12 @@ class Sampler:
         processors = build_processors(params, prompt_token_ids, self.eos_token_ids, self._factories)
         return SamplingState(params, sequence_index, processors, grammar, output_token_ids)
 
-    def prefetch(self, states: Sequence[SamplingState]) -> None:
-        """Start on the grammar masks of `states` beside the model's step. `sample` waits for them."""
+    def prefetch(self, states: Sequence[SamplingState | None]) -> None:
+        """Start on the grammar masks of `states` beside the model's step; `sample` waits for them. None: a beam."""
         if self._grammars is not None:
-            self._grammars.prefetch([state.grammar for state in states if state.grammar is not None])
+            self._grammars.prefetch(
+                [state.grammar for state in states if state is not None and state.grammar is not None]
+            )
 
     def sample(self, logits: NDArray[np.float32], states: Sequence[SamplingState]) -> list[SampledToken]:
         """One token for each row of `logits` f32 [R, V], which is left as it is. The states are not advanced."""

@@ -29,7 +29,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "disable_fallback")
 # Between JSON tokens: one space at most, or one line break and its indentation. Without a bound a model may write
 # whitespace for ever.
-JSON_WHITESPACE = r"(\n[ \t]{0,64}|[ ]?)"
+JSON_WHITESPACE = r"(\n[ \t]{0,32}|[ ]?)"
 MAX_GRAMMAR_CHARS = 1 << 20
 _CACHED_GRAMMARS = 64
 
