@@ -34,10 +34,10 @@ async def encode_text(model: ServedModel, text: str, *, add_special_tokens: bool
 def check_ids(model: ServedModel, ids: Sequence[int], param: str) -> list[int]:
     """`ids`, all in the vocabulary. Raises 400 that names the first that is not."""
     size = model.engine.manifest.model.vocab_size
-    for position, token in enumerate(ids):
-        if not 0 <= token < size:
-            message = f"`{param}`: token id {token} at position {position} is outside the vocabulary of {size}"
-            raise ApiError(Kind.INVALID, message, param=param, code="invalid_value")
+    if ids and not (min(ids) >= 0 and max(ids) < size):
+        position, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < size)
+        message = f"`{param}`: token id {token} at position {position} is outside the vocabulary of {size}"
+        raise ApiError(Kind.INVALID, message, param=param, code="invalid_value")
     return list(ids)
 
 

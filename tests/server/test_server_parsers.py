@@ -125,8 +125,26 @@ def test_a_call_after_reasoning_is_found_and_one_within_it_is_not():
     assert (content, [name for name, _ in calls]) == ("", ["get_weather"])
 
 
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "[", "]", ";"),
+    *(
+        '{"name": "get_weather", "arguments": ',
+        '{"a": "\\"}"}',
+        "}",
+        '{"arguments": 1, "name": "f"}',
+        "f{",
+        "text",
+        " ",
+    ),
+]
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.text(alphabet='<>{}[]",:\\ab tool_callTOOL_CALLSARGSpython|think/', max_size=80), st.data())
+@given(
+    st.text(alphabet='<>{}[]",:\\ab tool_callTOOL_CALLSARGSpython|think/', max_size=80)
+    | st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join),
+    st.data(),
+)
 def test_no_text_breaks_a_parser_and_splits_agree(text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

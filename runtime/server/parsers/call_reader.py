@@ -11,8 +11,8 @@ _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class NotACallError(ValueError):
-    """The text is not a call: it belongs to the content."""
+class _NotACallError(ValueError):
+    """The text is not a call."""
 
 
 class ValueReader:
@@ -59,7 +59,7 @@ class ValueReader:
 class CallReader:
     """Reads one object `{"name": ..., "arguments": {...}}` (or `parameters`), its members in any order.
 
-    Raises `NotACallError` where the text is no such object, or `accepts` refuses the name.
+    It ends `done`, or `failed` where the text is no such object or `accepts` refuses the name.
     """
 
     def __init__(self, accepts: Callable[[str], bool] = lambda name: True, call_id: Callable[[], str] = new_call_id):
@@ -74,19 +74,23 @@ class CallReader:
         self.raw = ""  # everything read so far
         self.name: str | None = None
         self.done = False
+        self.failed = False
 
     def feed(self, text: str) -> tuple[list[Event], str]:
-        """Events, and what of `text` lies beyond the object's end (only when `done`)."""
+        """Events, and the text that is not the call's: what follows it, or what turned out to be none.
+
+        A call that was told of and then fails keeps what it had; one that fails before gives all its text back.
+        """
         self._buffer += text
         self.raw += text
         events: list[Event] = []
-        while not self.done and self._step(events):
-            pass
-        if not self.done:
-            return events, ""
-        rest, self._buffer = self._buffer, ""
-        self.raw = self.raw[: len(self.raw) - len(rest)]
-        return events, rest
+        try:
+            while not self.done and self._step(events):
+                pass
+        except _NotACallError:
+            self.failed = True
+            return events, self._buffer if self.name is not None else self.raw
+        return events, self._buffer if self.done else ""
 
     def _step(self, events: list[Event]) -> bool:
         """Go on by one token of the grammar. False: more text is needed."""
@@ -106,7 +110,7 @@ class CallReader:
             ("next", "}"): "done",
         }.get((self._state, char))
         if following is None:
-            raise NotACallError(f"unexpected {char!r}")
+            raise _NotACallError(f"unexpected {char!r}")
         self._buffer = self._buffer[1:]
         self._state = following
         if following == "done":
@@ -142,7 +146,7 @@ class CallReader:
 
     def _named(self, name: object, events: list[Event]) -> None:
         if not isinstance(name, str) or not self._accepts(name):
-            raise NotACallError(f"no tool is called {name!r}")
+            raise _NotACallError(f"no tool is called {name!r}")
         self.name = name
         events.append(ToolStart(self._call_id(), name))
         if self._early:
@@ -157,7 +161,7 @@ class CallReader:
 
     def _end(self, events: list[Event]) -> None:
         if self.name is None:
-            raise NotACallError("the object has no name")
+            raise _NotACallError("the object has no name")
         self.done = True
 
 
@@ -165,4 +169,4 @@ def _decode(text: str) -> str:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise NotACallError(str(error)) from None
+        raise _NotACallError(str(error)) from None

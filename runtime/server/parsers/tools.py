@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Collection
 
 from runtime.server.parsers.base import Content, Event, ToolArguments, ToolStart, new_call_id, split_at
-from runtime.server.parsers.call_reader import CallReader, NotACallError, ValueReader
+from runtime.server.parsers.call_reader import CallReader, ValueReader
 
 
 class HermesParser:
@@ -48,19 +49,16 @@ class HermesParser:
         return marker is not None
 
     def _read(self, reader: CallReader, events: list[Event]) -> bool:
-        text, self._text = self._text, ""
-        try:
-            found, rest = reader.feed(text)
-        except NotACallError:
-            self._reader = None
-            if reader.name is None:  # nothing was told yet: it was content
-                events.append(Content(self.start + reader.raw))
-            return False
+        found, self._text = reader.feed(self._text)
         events += found
-        if not reader.done:
-            return False
-        self._text, self._reader, self._closing, self._called = rest, None, True, True
-        return True
+        if reader.failed:
+            if reader.name is None:  # it was content, and may hold the next marker
+                events.append(Content(self.start))
+            self._reader = None
+            return True
+        if reader.done:
+            self._reader, self._closing, self._called = None, True, True
+        return reader.done
 
     def _close(self) -> bool:
         stripped = self._text.lstrip()
@@ -87,9 +85,10 @@ class JsonListParser:
     needs_special_tokens = False
     _between = " \t\r\n[,]"
 
-    def __init__(self, tools: Collection[str] = ()):
+    def __init__(self, tools: Collection[str] = (), *, skipped: str = ""):
         self._reader: CallReader | None = None
-        self._skipped = ""  # what stood between the last call and this one
+        self._skipped = skipped  # what stood before this call, for the case that it is none
+        self._called = False
         self._plain = False
 
     def call_id(self) -> str:
@@ -107,21 +106,21 @@ class JsonListParser:
                 if not text:
                     break
                 self._reader = CallReader(call_id=self.call_id)
-            try:
-                found, text = self._reader.feed(text)
-            except NotACallError:
-                self._plain = True
-                raw = self._skipped + self._reader.raw if self._reader.name is None else ""
-                return [*events, Content(raw)] if raw else events
+            found, text = self._reader.feed(text)
             events += found
-            if self._reader.done:
-                self._reader, self._skipped = None, ""
+            if self._reader.failed:
+                self._plain = True
+                text = self._skipped + text if self._reader.name is None else text
+            elif self._reader.done:
+                self._reader, self._skipped, self._called = None, "", True
         return events
 
     def finish(self) -> list[Event]:
         reader, self._reader = self._reader, None
-        unread = not self._plain and reader is not None and reader.name is None
-        return [Content(self._skipped + reader.raw)] if unread and reader is not None else []
+        if self._plain or (self._called if reader is None else reader.name is not None):
+            return []
+        text = self._skipped + (reader.raw if reader is not None else "")
+        return [Content(text)] if text else []
 
 
 class NamedToolParser:
@@ -185,17 +184,14 @@ class Llama3Parser:
             else:
                 self._give_up(self._text, events)
                 return False
-        text, self._text = self._text, ""
-        try:
-            found, rest = self._reader.feed(text)
-        except NotACallError:
-            raw = self._reader.raw if self._reader.name is None else ""
-            self._give_up(self._prefix + raw, events)
-            return False
+        found, self._text = self._reader.feed(self._text)
         events += found
+        if self._reader.failed:
+            self._give_up(self._text if self._reader.name is not None else self._prefix + self._text, events)
+            return False
         if not self._reader.done:
             return False
-        self._text, self._reader, self._called = rest, None, True
+        self._reader, self._called = None, True
         return True
 
     def _give_up(self, text: str, events: list[Event]) -> None:
@@ -244,22 +240,20 @@ class MistralParser:
         if marker is None:
             self._text = rest
             return False
-        rest = rest.lstrip()
-        if rest.startswith("["):
-            self._text, self._list = "", _MistralList()
-            events += self._list.feed(rest)
+        stripped = rest.lstrip()
+        if stripped.startswith("["):
+            self._text, self._list = "", _MistralList(skipped=marker + rest[: -len(stripped)])
+            events += self._list.feed(stripped)
             return False
-        brace = rest.find("{")
-        if brace < 0:
+        if head := _MISTRAL_HEAD.match(rest):
+            events.append(ToolStart(_mistral_id(), head[1]))
+            self._text, self._value = rest[head.end() - 1 :], ValueReader()
+            return True
+        if _MISTRAL_MAYBE.fullmatch(rest):
             self._text = marker + rest
             return False
-        name = rest[:brace].partition("[")[0].strip()  # "[ARGS]" or "[CALL_ID]..." may stand between
-        if not name:
-            events.append(Content(marker + rest))
-            self._text = ""
-            return False
-        events.append(ToolStart(_mistral_id(), name))
-        self._text, self._value = rest[brace:], ValueReader()
+        events.append(Content(marker))
+        self._text = rest
         return True
 
     def _read_arguments(self, value: ValueReader, events: list[Event]) -> bool:
@@ -276,6 +270,11 @@ class MistralParser:
             return self._list.finish()
         text, self._text = self._text, ""
         return [Content(text)] if text else []
+
+
+# A call's name, perhaps `[CALL_ID]...` and `[ARGS]`, and its arguments' first character; and what may become that.
+_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[[^{]*)?\{")
+_MISTRAL_MAYBE = re.compile(r"\s*[\w.-]*\s*(?:\[[^{]*)?")
 
 
 class _MistralList(JsonListParser):

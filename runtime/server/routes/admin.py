@@ -35,7 +35,7 @@ class Unloaded(msgspec.Struct, kw_only=True):
 @router.post("/models", **describe(body=LoadRequest, returns=ModelCard, statuses=(403, 409)))
 async def load_model(request: Request) -> Response:
     """Open an artifact and serve it."""
-    state, body = await accept(request, LoadRequest)
+    state, body = await accept(request, LoadRequest, places=0)
     return json_response(model_card(await state.registry.load(Path(body.path), body.name)))
 
 

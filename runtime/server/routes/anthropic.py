@@ -85,7 +85,7 @@ async def create_message(request: Request) -> Response:
 )
 async def count_tokens(request: Request) -> Response:
     """How many tokens a chat takes."""
-    state, body = await accept(request, CountTokensRequest)
+    state, body = await accept(request, CountTokensRequest, places=0)
     model = state.registry.get(body.model)
     _, ids = await prompts.render_chat(model, messages(body), tools=tools(body))
     return json_response(CountTokensResponse(len(ids)))

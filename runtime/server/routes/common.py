@@ -19,10 +19,13 @@ from runtime.server.state import ServerState, log_extras, state_of
 T = TypeVar("T")
 
 
-async def accept(request: Request, kind: type[T]) -> tuple[ServerState, T]:
-    """The server's state and the decoded body. Raises `ApiError` 4xx."""
+async def accept(request: Request, kind: type[T], *, places: int = 1) -> tuple[ServerState, T]:
+    """The server's state and the decoded body. Raises `ApiError` 4xx.
+
+    Where there are no `places`, the request is refused before anything is spent on reading it.
+    """
     state = state_of(request)
-    state.admission.check(0)
+    state.admission.check(places)
     return state, decode(await read_body(request, state.config.limits.max_body_bytes), kind)
 
 

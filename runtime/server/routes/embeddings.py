@@ -32,7 +32,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
 @router.post("/pooling", **describe(body=EmbeddingRequest))
 async def create_embedding(request: Request) -> Response:
     """Refused with 400: no served model has an embedding output."""
-    state, body = await accept(request, EmbeddingRequest)
+    state, body = await accept(request, EmbeddingRequest, places=0)
     model = state.registry.get(body.model)
     message = (
         f"the model {model.name!r} has no embedding output: it was built to continue text. "

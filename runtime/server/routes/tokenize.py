@@ -36,7 +36,7 @@ router = APIRouter(tags=["Tokens"])
 @router.post("/tokenize", **describe(body=TokenizeRequest, returns=TokenizeAnswer))
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or a chat."""
-    state, body = await accept(request, TokenizeRequest)
+    state, body = await accept(request, TokenizeRequest, places=0)
     model = state.registry.get(body.model)
     given = [name for name in ("prompt", "messages", "inputs") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -73,7 +73,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", **describe(body=DetokenizeRequest, returns=DetokenizeResponse))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    state, body = await accept(request, DetokenizeRequest)
+    state, body = await accept(request, DetokenizeRequest, places=0)
     model = state.registry.get(body.model)
     ids = prompts.check_ids(model, body.tokens, "tokens")
     text = model.engine.tokenizer.decode(ids, skip_special_tokens=bool(body.skip_special_tokens))
