@@ -21,6 +21,7 @@ from builder.layer_graph import GRAPH_NAME
 from builder.model_card import model_card
 from builder.model_info import model_info, num_parameters
 from builder.parity import check_quality, measure
+from builder.process_memory import release_memory
 from builder.progress import BuildProgress
 from builder.recipe import Recipe, recipe_hash, recipe_to_dict
 from runtime.artifact import Artifact, check_files, installed_plugins, read_manifest
@@ -172,7 +173,7 @@ def _build_engine(
             stage.detail = f"{engine.backend.name} {engine.backend.version.partition('-')[0]}"
             stage.detail += ", compiled form kept" if engine.backend.blob else ", portable form only"
         del lowered
-        stages.release_memory()
+        release_memory()
         _add_side_files(checkpoint, engine, writer.path)
         manifest = _manifest(recipe, checkpoint, engine, key)
         if recipe.parity.enabled:
@@ -193,16 +194,12 @@ def _build_engine(
 def _compare(
     manifest: Manifest, recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: BuildProgress
 ) -> Parity:
-    from runtime.executors import open_executor
-
     scratch = folder / _SCRATCH
     scratch.mkdir()
     try:
-        # The engine is not an artifact yet, but the runtime shall run it as one.
-        executor = open_executor(Artifact(folder, _listing_files(manifest, folder)))
         return measure(
-            executor,
-            manifest,
+            # The engine is not an artifact yet, but the runtime shall run it as one.
+            Artifact(folder, _listing_files(manifest, folder)),
             checkpoint,
             config=recipe.parity,
             trust_remote_code=recipe.trust_remote_code,

@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from builder.process_memory import release_memory
 from builder.recipe import ParityConfig, QualityConfig
 from runtime.errors import BuildError
 from runtime.manifest import Manifest, Parity
 from zoo.progress import Progress
 
 if TYPE_CHECKING:
+    from runtime.artifact import Artifact
     from runtime.executor import Executor
     from zoo.checkpoint import Checkpoint
 
@@ -83,37 +85,53 @@ def logits_bytes(vocab_size: int) -> int:
 
 
 def measure(
-    executor: Executor, manifest: Manifest, checkpoint: Checkpoint, *, config: ParityConfig, trust_remote_code: bool,
-    scratch: Path, progress: Progress,
-) -> Parity:  # fmt: skip
-    """Put the questions to `executor` (closed afterwards) and to the model in `checkpoint`, and compare.
+    artifact: Artifact,
+    checkpoint: Checkpoint,
+    *,
+    config: ParityConfig,
+    trust_remote_code: bool,
+    scratch: Path,
+    progress: Progress,
+) -> Parity:
+    """Put the questions to the engine of `artifact` and to the model in `checkpoint`, and compare.
 
     `scratch` is an empty folder for the logits; it is left empty.
 
     Raises:
         BuildError: the reference cannot be run, or the engine gives no finite logits.
     """
-    tokens, prefix = _read_text(checkpoint.folder)
-    if max(tokens) >= executor.vocab_size:
-        raise BuildError(
-            f"{checkpoint.name}: its tokenizer gives the token id {max(tokens)}, and the model knows ids below "
-            f"{executor.vocab_size}: tokenizer.json belongs to another model"
-        )
-    questions = make_questions(
-        tokens, prefix, config, vocab_size=executor.vocab_size, max_context_len=manifest.limits.max_context_len
-    )
     logits = scratch / "logits.f32"
     try:
-        try:
-            progress.update("engine", 0, None)
-            answers = ask_engine(executor, manifest, questions, logits)
-        finally:
-            executor.close()
+        progress.update("engine", 0, None)
+        questions, answers = _ask_artifact(artifact, checkpoint, config, logits)
+        release_memory()  # the reference needs what the engine took
         progress.update("reference", 0, None)
-        figures = _ask_reference(checkpoint, questions, answers, logits, scratch, trust_remote_code)
+        return Parity(**_ask_reference(checkpoint, questions, answers, logits, scratch, trust_remote_code))
     finally:
         logits.unlink(missing_ok=True)
-    return Parity(**figures)
+
+
+def _ask_artifact(
+    artifact: Artifact, checkpoint: Checkpoint, config: ParityConfig, logits: Path
+) -> tuple[Questions, list[list[int]]]:
+    """The questions for this engine and its answers; nothing of the engine is alive afterwards."""
+    from runtime.executors import open_executor
+
+    manifest = artifact.manifest
+    executor = open_executor(artifact)
+    try:
+        tokens, prefix = _read_text(artifact.path)
+        if max(tokens) >= executor.vocab_size:
+            raise BuildError(
+                f"{checkpoint.name}: its tokenizer gives the token id {max(tokens)}, and the model knows ids below "
+                f"{executor.vocab_size}: tokenizer.json belongs to another model"
+            )
+        questions = make_questions(
+            tokens, prefix, config, vocab_size=executor.vocab_size, max_context_len=manifest.limits.max_context_len
+        )
+        return questions, ask_engine(executor, manifest, questions, logits)
+    finally:
+        executor.close()
 
 
 def check_quality(parity: Parity | None, bounds: QualityConfig) -> None:

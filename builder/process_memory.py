@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 from pathlib import Path
@@ -25,8 +26,9 @@ def resident_bytes() -> int:
     return total
 
 
-def give_back_freed_memory() -> None:
-    """Ask the C library to return freed memory to the system, so that the next stage finds it (glibc alone can)."""
+def release_memory() -> None:
+    """Drop what nothing refers to any more, and return freed memory to the system (glibc alone can)."""
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -8,7 +8,6 @@ A later value keeps what the manifest wants of the earlier ones, never their gra
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import shutil
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from builder.layer_graph import Graphs, LayerGraph, extract_layer, operator_counts, weight_bytes
-from builder.process_memory import give_back_freed_memory
 from builder.recipe import Recipe
 from runtime.artifact_writer import is_out_of_space
 from runtime.errors import BuildError, PlancastError
@@ -117,9 +115,3 @@ def compile_engine(recipe: Recipe, graph: LoweredGraph, folder: Path, progress: 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise
     return CompiledEngine(folder, info, layout, graph.operators, graph.operators_traced, graph.weights, graph.graphs)
-
-
-def release_memory() -> None:
-    """Give back what the stages before have freed."""
-    gc.collect()
-    give_back_freed_memory()

@@ -18,7 +18,7 @@ from builder.recipe import Recipe, recipe_from_dict, recipe_to_dict
 
 SECTIONS: dict[str, Any] = {
     "limits": {"max_context_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 64},
-    "parity": {"prompts": 4, "new_tokens": 8}, "backend": {"blob": False},
+    "parity": {"prompts": 4, "new_tokens": 8},
 }
 
 
