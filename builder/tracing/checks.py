@@ -65,6 +65,8 @@ def check_token_axis(model: ir.Model) -> None:
             lengths.update(node.outputs if _token_axes(node.inputs[0]) else ())
             continue
         if any(value in lengths for value in node.inputs if value is not None):
+            if _picks_static_dimension(node):
+                continue
             if node.op_type in _SHAPE_ARITHMETIC and not _reads_tokens(node):
                 lengths.update(node.outputs)
                 continue
@@ -112,6 +114,17 @@ def _problem(node: ir.Node) -> str | None:
         contracted = -2 if op == "Gemm" and node.attributes.get_int("transA", 0) else -1
         return _crosses(along, data, [contracted]) or _crosses(_token_axes(right), right, range(_rank(right)))
     return "is not known to keep tokens apart"
+
+
+def _picks_static_dimension(node: ir.Node) -> bool:
+    """Whether `node` takes, out of the shape of a value with tokens, a dimension that is a fixed number."""
+    shape_node = node.inputs[0].producer() if node.op_type == "Gather" and node.inputs[0] is not None else None
+    index = node.inputs[1].const_value if shape_node is not None and node.inputs[1] is not None else None
+    if shape_node is None or shape_node.op_type != "Shape" or index is None or shape_node.inputs[0] is None:
+        return False
+    shape = shape_node.inputs[0].shape
+    dims = list(shape or ())[slice(shape_node.attributes.get_int("start", 0), shape_node.attributes.get_int("end", 99))]
+    return all(isinstance(dims[i], int) for i in index.numpy().reshape(-1).tolist())
 
 
 def _picks_rows(node: ir.Node) -> bool:

@@ -195,8 +195,13 @@ def open_tiny_checkpoint(folder: Path) -> Checkpoint:
 
 def write_tiny_checkpoint(name: str, folder: Path, seed: int = 0, dtype: Any = None, **overrides: Any) -> Any:
     """Save a random model of the family into `folder` (config.json, model.safetensors) and return the model (f32)."""
+    import torch
+
     model = tiny_model(tiny_config(name, **overrides), seed)
-    if dtype is not None:
-        model = model.to(dtype)
-    model.save_pretrained(folder)
-    return model.float()
+    if dtype is not None:  # of the weights alone: rope tables stay f32
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(dtype))
+    state = {name: weight.to(dtype or torch.float32) for name, weight in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state)
+    return model
