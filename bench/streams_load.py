@@ -361,10 +361,11 @@ def ttft(
     artifact: ARTIFACT,
     others: Annotated[int, typer.Option(min=1)] = 15,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of the others: enough to outlast the rounds.")] = 200,
     json_file: JSON = None,
 ) -> None:
     """A short prompt's first token beside others that decode."""
-    bodies = [body | {"max_tokens": 1000, "ignore_eos": True} for body in request_bodies(artifact, others)]
+    bodies = [body | {"max_tokens": output_tokens, "ignore_eos": True} for body in request_bodies(artifact, others)]
     with serving(artifact) as address:
         report = asyncio.run(measure_first_token(address, bodies, rounds))
     finish(report, json_file)

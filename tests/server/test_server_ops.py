@@ -50,7 +50,8 @@ def test_health_ready_and_version(server: ServerThread):
 
 
 def test_metrics_count_under_vllms_names(artifact):
-    with ServerThread({"tiny": artifact}) as server, server.client() as client:
+    # Steps that take a while: tokens of a fast engine arrive merged, and have no time between them.
+    with ServerThread({"tiny": artifact}, factory_args={"step_s": 0.02}) as server, server.client() as client:
         client.post("/v1/completions", json={"prompt": [7] * 40, "max_tokens": 5, "ignore_eos": True})
         client.post("/v1/completions", json={"prompt": [7] * 40, "max_tokens": 5, "ignore_eos": True, "stream": True})
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})
@@ -72,12 +73,12 @@ def test_metrics_count_under_vllms_names(artifact):
     assert found["tgi_request_failure_total[validation]"] == 1
 
 
-def test_every_metric_of_the_grafana_board_exists(server: ServerThread):
+def test_every_metric_of_the_grafana_board_exists(artifact):
     board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
     asked = set(re.findall(r"\b((?:vllm:|tgi_)\w+)", json.dumps(board)))
     assert len(asked) > 15
-    with server.client() as client:
-        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True})
+    with ServerThread({"tiny": artifact}, factory_args={"step_s": 0.02}) as server, server.client() as client:
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9, "ignore_eos": True, "stream": True})
         client.post("/v1/completions", json={})
         text = client.get("/metrics").text
     missing = {name for name in asked if not re.search(rf"^{name}(\{{| )", text, re.MULTILINE)}
@@ -116,12 +117,12 @@ def test_json_logs_have_the_request_id_and_the_counts(server: ServerThread):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    whole, stream, refused = (line for line in lines if line["request_id"] == "log-me")
-    for line in (whole, stream):
+    ours = sorted((line for line in lines if line["request_id"] == "log-me"), key=lambda line: line["status"])
+    assert [line["status"] for line in ours] == [200, 200, 400]
+    for line in ours[:2]:
         assert line["message"] == "POST /v1/completions"
-        assert (line["status"], line["completion_tokens"]) == (200, 4)
+        assert line["completion_tokens"] == 4
         assert line["ms"] > 0
-    assert refused["status"] == 400
 
 
 def test_traces_reach_an_otlp_collector_under_the_callers_trace(artifact):
