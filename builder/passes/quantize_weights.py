@@ -42,10 +42,14 @@ class QuantizeWeights(GraphPass):
 
 
 def channel_scales(weight: NDArray[np.floating], axis: int) -> NDArray[np.float32]:
-    """The scale of each channel along `axis`, f32 `[channels]`: its largest magnitude / 127 (1 where all are 0)."""
+    """The scale of each channel along `axis`, f32 `[channels]`: its largest magnitude / 127 (1 where all are 0).
+
+    No scale is below the smallest normal number: a denormal one has no digits left to be a unit of anything.
+    """
     others = tuple(i for i in range(weight.ndim) if i != axis)
     largest = np.abs(weight.astype(np.float32)).max(axis=others)
-    return np.where(largest > 0, largest / np.float32(_LEVELS), np.float32(1)).astype(np.float32)
+    scales = np.maximum(largest / np.float32(_LEVELS), np.finfo(np.float32).tiny)
+    return np.where(largest > 0, scales, np.float32(1)).astype(np.float32)
 
 
 def quantize(weight: NDArray[np.floating], axis: int) -> NDArray[np.int8]:
