@@ -88,7 +88,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def allocate(self, count: int) -> None:
         if count > self.pool.num_free:
-            self.tables.append([self.pool.allocate() for _ in range(self.pool.num_free)])
+            if taken := [self.pool.allocate() for _ in range(self.pool.num_free)]:
+                self.tables.append(taken)
             with pytest.raises(OutOfBlocksError):
                 self.pool.allocate()
         else:
