@@ -106,6 +106,7 @@ async def stream(address: tuple[str, int], body: dict[str, Any]) -> Stream:
     async for piece in post(address, body):
         now = time.perf_counter() - started
         *events, buffer = (buffer + piece).split(b"\n\n")
+        spoke = False  # a keep-alive comment is no token
         for event in events:
             if event == b"data: [DONE]":
                 result.done = True
@@ -118,8 +119,11 @@ async def stream(address: tuple[str, int], body: dict[str, Any]) -> Stream:
             if chunk.get("usage"):
                 result.tokens = chunk["usage"]["completion_tokens"]
             for choice in chunk["choices"]:
+                spoke = True
                 result.text += choice["text"]
                 result.finish_reason = choice["finish_reason"] or result.finish_reason
+        if not spoke:
+            continue
         if result.first is None:
             result.first = now
         else:
