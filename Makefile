@@ -18,7 +18,7 @@ $(VENV)/.build: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing plancast and what building needs (torch, transformers, onnx, openvino) into $(VENV) ..."
 	$(PIP) -e '.[build]'
-	@$(BIN)/python -m plugins.native || true
+	@$(BIN)/python -m plugins.native || true # everything works without them
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.build

