@@ -160,14 +160,18 @@ class Grammar:
         return self._pending
 
     def append(self, token_id: int) -> None:
-        """The token has joined the text. Raises `RequestError` where the grammar forbids it."""
+        """The token has joined the text. Where the grammar forbids it, or cannot follow it, `failure` says so."""
         self._settle()
         self._masked = False
         if self._tokens_after_end or token_id in self._compiler.eos_token_ids:
             self._tokens_after_end += 1
             return
-        if not self._matcher.consume_token(token_id):
-            raise RequestError(f"the grammar forbids the token {token_id}: {_first_line(self._matcher.get_error())}")
+        self._matcher.consume_token(token_id)  # a failure stays in the matcher, where the next mask finds it
+
+    @property
+    def failure(self) -> str | None:
+        """Why the text cannot be followed any further, after which `apply` raises; None while it can."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def rewind(self, num_tokens: int) -> None:
         """The last `num_tokens` tokens have left the text."""
@@ -228,9 +232,10 @@ class Grammar:
         matcher = self._matcher
         if not self._mask.size:
             self._mask = np.empty(-(-self._compiler.tables().vocab_size // 32), np.int32)
-        matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if matcher.is_error():
-            raise RequestError(f"the grammar cannot be followed further: {_first_line(matcher.get_error())}")
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self.failure is not None:
+            raise RequestError(f"the grammar cannot be followed further: {self.failure}")
         self._masked = True
 
     def _settle(self) -> None:

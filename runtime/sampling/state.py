@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runtime.errors import RequestError
 from runtime.logits_processors import LogitsProcessor
 from runtime.philox import TOKEN_STREAM, uniforms
 from runtime.sampling.selection import Restriction
@@ -68,6 +69,8 @@ class SamplingState:
         self._uniforms: list[float] = []
         for token_id in output_token_ids:
             self.append(token_id)
+        if output_token_ids and grammar is not None and grammar.failure is not None:
+            raise RequestError(f"the grammar forbids the output that the sequence resumes from: {grammar.failure}")
 
     @property
     def position(self) -> int:

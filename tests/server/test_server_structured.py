@@ -176,3 +176,12 @@ def test_a_constraint_that_does_not_compile_is_400(server: ServerThread, constra
     assert caught.value.param is None or caught.value.param.startswith("structured_outputs")
     assert next(iter(constraint)) in caught.value.message or "structured" in caught.value.message
     assert chat(server, max_tokens=1).choices[0].finish_reason
+
+
+def test_a_constraint_that_explodes_as_it_runs_ends_alone(artifact):
+    """It compiles, and then outgrows llguidance's limits: that request fails, the others and the engine do not."""
+    with ServerThread({"tiny": artifact}) as server:
+        with pytest.raises(openai.APIStatusError) as caught:
+            chat(server, extra_body={"structured_outputs": {"regex": "a{1000000}{1000000}"}})
+        assert caught.value.status_code in (400, 500)
+        assert chat(server, max_tokens=1).choices[0].finish_reason
