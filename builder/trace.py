@@ -26,6 +26,9 @@ def trace(checkpoint: Checkpoint, *, max_context_len: int, trust_remote_code: bo
     Raises:
         BuildError: the model is of a kind that cannot be traced right, or its weights do not fit its config.
     """
+    from builder.signals import load_torch
+
+    load_torch()
     from builder.tracing.capture import capture, instantiate
     from builder.tracing.checks import check_attention_layers, check_token_axis
     from builder.tracing.cleanup import cleanup
