@@ -29,6 +29,7 @@ from runtime.artifact_writer import ArtifactWriter, check_replaceable
 from runtime.errors import ArtifactError, BuildError
 from runtime.hardware import this_machine
 from runtime.manifest import FileInfo, HardwareInfo, Limits, Manifest, Parity, RuntimeDefaults
+from runtime.memory import format_size
 from runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def run_build(
                 cost = estimate(recipe, _model_size(checkpoint))
                 require(cost, cache=cache.root)
                 if not same_disk(cache.root, target):
-                    require_disk(target, cost.disk["engine"] + cost.disk.get("compiled form", 0), "the artifact")
+                    require_disk(target, 2 * cost.disk["engine"], "the artifact")
                 built = _build_engine(recipe, checkpoint, key, cache, progress)
             manifest = _own_manifest(built, recipe, checkpoint)
             check_quality(manifest.parity, recipe.quality)
@@ -162,17 +163,19 @@ def _build_engine(
     """Run every stage and leave the engine in the cache as a whole artifact."""
     with ArtifactWriter(cache.entry(key)) as writer:
         with progress.stage("trace") as stage:
-            traced = stages.trace(recipe, checkpoint)
+            traced = stages.trace(checkpoint, recipe)
             stage.detail = f"{sum(traced.operators.values())} operators"
-        with progress.stage("lower") as stage:
-            lowered = stages.lower(recipe, traced, progress)
-            stage.detail = f"{sum(lowered.operators.values())} operators, weights {recipe.weights.dtype}"
-        del traced
+        with progress.stage("fuse") as stage:
+            fused = stages.fuse(traced, recipe, progress)
+            stage.detail = f"{sum(fused.operators.values())} operators"
+        with progress.stage("quantize") as stage:
+            quantized = stages.quantize(fused, recipe, progress)
+            stage.detail = ", ".join(f"{kind} {format_size(size)}" for kind, size in quantized.weights.items())
         with progress.stage("compile") as stage:
-            engine = stages.compile_engine(recipe, lowered, writer.path, progress)
+            engine = stages.compile_engine(quantized, recipe, writer.path, progress)
             stage.detail = f"{engine.backend.name} {engine.backend.version.partition('-')[0]}"
             stage.detail += ", compiled form kept" if engine.backend.blob else ", portable form only"
-        del lowered
+        del traced, fused, quantized
         release_memory()
         _add_side_files(checkpoint, engine, writer.path)
         manifest = _manifest(recipe, checkpoint, engine, key)

@@ -56,6 +56,9 @@ def build(
     except KeyboardInterrupt:
         print("interrupted: nothing half-built is left", file=sys.stderr)
         raise typer.Exit(130) from None
+    except SystemExit:
+        print("terminated: nothing half-built is left", file=sys.stderr)
+        raise
     print(json.dumps(_result_dict(result), indent=2)) if as_json else _print_result(result)
 
 

@@ -18,11 +18,19 @@ from runtime.memory import FreeMemory, available_memory, format_size
 _DTYPE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "int8": 1.0}
 MIB, GIB = 1 << 20, 1 << 30
 
-# Measured on SmolLM2-135M and random Llamas (2 cores, torch 2.13, OpenVINO 2026.4.1).
-_LIBRARIES = 700 * MIB  # torch, transformers, onnx and openvino, loaded
-_TRACE_PER_LAYER = 6 * MIB
-_REFERENCE_LIBRARIES = 600 * MIB
+# Measured on SmolLM2-135M and a random Llama of 402M parameters (torch 2.13, OpenVINO 2026.4.1, resident bytes with the
+# mapped files: trace 0.57 GiB; compile 2.0 and 4.5 GiB in f32, 2.9 in bf16, 1.5 and 2.3 in int8; comparison 2.5).
+_LIBRARIES = 600 * MIB  # torch, transformers, onnx and openvino, loaded
+_LAYER = 6 * MIB  # of the graph
+_COMPILED = 1.3  # times the stored weights: what the backend holds while it compiles
+_EMBEDDING = 6  # bytes an element: a quantized embedding is read through a wider copy
+_REFERENCE = 4.4  # bytes a parameter: the original in f32
 _DISK_MARGIN = 256 * MIB  # stays free
+
+# Processor seconds of one core (Zen 4), most of them used one core at a time.
+_TRACE_SECONDS, _TRACE_SECONDS_LAYER = 6.0, 0.7
+_COMPILE_SECONDS, _COMPILE_SECONDS_BYTE = 2.0, 10e-9
+_COMPARE_SECONDS, _COMPARE_SECONDS_PARAMETER = 12.0, 250e-9  # the latter over all cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +73,23 @@ def estimate(recipe: Recipe, size: ModelSize) -> Estimate:
     from builder.parity import WINDOW, logits_bytes
 
     weights = int(size.parameters * _DTYPE_BYTES[recipe.weights.dtype])
-    embedding = size.vocab_size * size.hidden_size
-    full = 4 * size.parameters
-    # The backend holds the stored weights, and one more copy packed for its kernels.
-    packed = int(size.parameters * _DTYPE_BYTES[recipe.backend.compute])
-    memory = {
-        "trace": _LIBRARIES + _TRACE_PER_LAYER * size.layers,
-        "compile": _LIBRARIES + _TRACE_PER_LAYER * size.layers + 2 * weights + packed + 8 * embedding,
-    }
-    disk = {"engine": weights}
-    cores = os.cpu_count() or 1
+    base = _LIBRARIES + _LAYER * size.layers
+    embedding = 0 if recipe.weights.dtype == "f32" else _EMBEDDING * size.vocab_size * size.hidden_size
+    engine = int(_COMPILED * weights) + embedding
+    # The portable form is mapped on top of what the backend holds.
+    memory = {"trace": base, "compile": base + engine + weights}
     seconds = {
-        "trace": 5.0 + 0.35 * size.layers,
-        "compile": 3.0 + size.parameters / (40e6 * cores),
+        "trace": _TRACE_SECONDS + _TRACE_SECONDS_LAYER * size.layers,
+        "compile": _COMPILE_SECONDS + _COMPILE_SECONDS_BYTE * weights,
     }
-    if recipe.backend.blob:
-        disk["compiled form"] = max(weights, packed)
+    # While the portable form is written, the weights lie on the disk twice; later the compiled form takes that place.
+    disk = {"engine": weights, "compiled form, temporary files": int(1.1 * weights)}
     if recipe.parity.enabled:
         window = 4 * WINDOW * size.vocab_size
-        memory["parity"] = _LIBRARIES + max(
-            weights + packed + window, _REFERENCE_LIBRARIES + int(1.1 * full) + 3 * window
-        )
+        reference = _LIBRARIES + int(_REFERENCE * size.parameters) + 3 * window
+        memory["parity"] = base + max(engine + weights + window, reference)
+        seconds["parity"] = _COMPARE_SECONDS + _COMPARE_SECONDS_PARAMETER * size.parameters / (os.cpu_count() or 1)
         disk["comparison"] = logits_bytes(size.vocab_size)
-        seconds["parity"] = 5.0 + size.parameters / (10e6 * cores)
     return Estimate(memory, disk, seconds)
 
 

@@ -136,7 +136,7 @@ def _describe(nodes: list[ir.Node], indices: Iterable[int], *, layer: int) -> La
             elif producer in number:
                 described.inputs.append(number[producer])
             else:
-                name = str(value.name)
+                name = _outside_name(value)
                 if name not in graph.inputs:
                     graph.inputs.append(name)
                 described.inputs.append(-1 - graph.inputs.index(name))
@@ -146,6 +146,19 @@ def _describe(nodes: list[ir.Node], indices: Iterable[int], *, layer: int) -> La
         if not users or any(user not in number for user in users):
             graph.outputs.append(index)
     return graph
+
+
+def _outside_name(value: ir.Value) -> str:
+    """What to call a tensor from outside the layer: cos or sin where it is one, however it was reshaped."""
+    before: ir.Value | None = value
+    for _ in range(6):
+        node = before.producer() if before is not None else None
+        if node is None or node.op_type in ("MatMul", "Add", "Gather"):
+            break
+        if node.op_type in ("Cos", "Sin"):
+            return node.op_type.lower()
+        before = node.inputs[0] if node.inputs else None
+    return str(value.name)
 
 
 def _weights(value: ir.Value) -> list[str]:

@@ -1,6 +1,6 @@
 """The build's stages, each a function from one typed value to the next:
 
-    Recipe -> Checkpoint -> TracedGraph -> LoweredGraph (fused, then quantized) -> CompiledEngine
+    Recipe -> Checkpoint -> TracedGraph -> FusedGraph -> QuantizedGraph -> CompiledEngine
 
 A later value keeps what the manifest wants of the earlier ones, never their graphs: memory is given back on the way.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,17 +38,27 @@ class TracedGraph:
     model: ir.Model
     operators: dict[str, int]
     layer: LayerGraph
+    values: tuple[ir.Value, ...]  # that hold the checkpoint's tensors
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredGraph:
-    """The graph as the backend gets it: fused, in the recipe's dtypes."""
+class FusedGraph:
+    """The same model in fewer, larger operators, still in f32."""
 
     model: ir.Model
     operators: dict[str, int]
-    operators_traced: dict[str, int]
+    traced: TracedGraph
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedGraph:
+    """The fused graph in the recipe's dtypes: what the backend gets."""
+
+    model: ir.Model
+    operators: dict[str, int]
     weights: dict[str, int]  # bytes by dtype
-    graphs: Graphs
+    layer: LayerGraph
+    traced: TracedGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +93,39 @@ def check_context(recipe: Recipe, checkpoint: Checkpoint) -> None:
         )
 
 
-def trace(recipe: Recipe, checkpoint: Checkpoint) -> TracedGraph:
+def trace(checkpoint: Checkpoint, recipe: Recipe) -> TracedGraph:
     """Trace the checkpoint. Raises `BuildError` where the model is of a kind that cannot be traced right."""
     from builder import trace as tracer
 
     model = tracer.trace(
         checkpoint, max_context_len=recipe.limits.max_context_len, trust_remote_code=recipe.trust_remote_code
     )
-    return TracedGraph(model, operator_counts(model), extract_layer(model))
+    values = tuple(model.graph.initializers.values())
+    return TracedGraph(model, operator_counts(model), extract_layer(model), values)
 
 
-def lower(recipe: Recipe, traced: TracedGraph, progress: Progress) -> LoweredGraph:
-    """Fuse the graph and bring it into the recipe's dtypes (`traced.model` is used up)."""
+def fuse(traced: TracedGraph, recipe: Recipe, progress: Progress) -> FusedGraph:
+    """Rewrite the graph into fewer operators (`traced.model` is used up)."""
     from builder import passes
 
-    model = passes.run_passes(traced.model, recipe, on_pass=lambda name: progress.update(name, 0, None))
-    return LoweredGraph(
-        model, operator_counts(model), traced.operators, weight_bytes(model), Graphs(traced.layer, extract_layer(model))
-    )
+    model = passes.run_passes(traced.model, recipe, _teller(progress), passes=passes.fusing_passes())
+    return FusedGraph(model, operator_counts(model), traced)
 
 
-def compile_engine(recipe: Recipe, graph: LoweredGraph, folder: Path, progress: Progress) -> CompiledEngine:
-    """Compile the graph with the recipe's backend into `folder`. Raises `BuildError` where it cannot."""
+def quantize(fused: FusedGraph, recipe: Recipe, progress: Progress) -> QuantizedGraph:
+    """Bring the graph into the recipe's dtypes (`fused.model` is used up)."""
+    from builder import passes
+
+    model = passes.run_passes(fused.model, recipe, _teller(progress), passes=passes.precision_passes())
+    return QuantizedGraph(model, operator_counts(model), weight_bytes(model), extract_layer(model), fused.traced)
+
+
+def compile_engine(graph: QuantizedGraph, recipe: Recipe, folder: Path, progress: Progress) -> CompiledEngine:
+    """Compile the graph with the recipe's backend into `folder` (`graph.model` is used up).
+
+    Raises:
+        BuildError: the backend cannot compile it.
+    """
     from builder.backends import openvino as backend
 
     try:
@@ -114,4 +136,20 @@ def compile_engine(recipe: Recipe, graph: LoweredGraph, folder: Path, progress: 
         if not is_out_of_space(error) and shutil.disk_usage(folder).free < _FULL:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise
-    return CompiledEngine(folder, info, layout, graph.operators, graph.operators_traced, graph.weights, graph.graphs)
+    finally:
+        _drop_weights(graph)
+    traced = graph.traced
+    return CompiledEngine(
+        folder, info, layout, graph.operators, traced.operators, graph.weights, Graphs(traced.layer, graph.layer)
+    )
+
+
+def _teller(progress: Progress) -> Callable[[str], None]:
+    return lambda name: progress.update(name, 0, None)
+
+
+def _drop_weights(graph: QuantizedGraph) -> None:
+    """Unmap the checkpoint's files. The graphs may live on: onnxscript's rewriter keeps the last one that it saw."""
+    for value in (*graph.traced.values, *graph.model.graph.initializers.values()):
+        value.const_value = None
+    graph.model.graph.initializers.clear()

@@ -31,17 +31,19 @@ def run_passes(
     recipe: Recipe,
     on_pass: Callable[[str], None] | None = None,
     stats: list[PassStats] | None = None,
+    passes: list[GraphPass] | None = None,
 ) -> ir.Model:
     """Fuse `model` (of `builder.trace.trace`) and bring it into the recipe's dtypes, in place.
 
     Args:
         on_pass: called with the name of each pass as it begins.
         stats: gets an entry for each pass.
+        passes: which to run; all of `make_passes` unless told otherwise.
 
     Raises:
         BuildError: a graph does not meet a pass's conditions, before it or after.
     """
-    for graph_pass in make_passes():
+    for graph_pass in make_passes() if passes is None else passes:
         if on_pass is not None:
             on_pass(graph_pass.name)
         _check(model, graph_pass, "requires", graph_pass.requires)
@@ -56,14 +58,16 @@ def run_passes(
 
 def make_passes() -> list[GraphPass]:
     """The passes, in their order."""
+    return [*fusing_passes(), *precision_passes()]
+
+
+def fusing_passes() -> list[GraphPass]:
+    """The passes that leave what the graph computes as it is, in f32."""
     from builder.passes.fuse_rmsnorm import FuseRMSNorm
     from builder.passes.fuse_rope import FuseRope
     from builder.passes.gather_rows import GatherRows
     from builder.passes.merge_gate_up import MergeGateUp
     from builder.passes.merge_qkv import MergeQKV
-    from builder.passes.quantize_kv import QuantizeKV
-    from builder.passes.quantize_weights import QuantizeWeights
-    from builder.passes.set_dtype import SetDtype
     from builder.passes.tidy import Tidy
     from builder.passes.tokens_first import TokensFirst
     from builder.passes.unify_products import UnifyProducts
@@ -79,10 +83,16 @@ def make_passes() -> list[GraphPass]:
         GatherRows(),
         MergeQKV(),
         MergeGateUp(),
-        SetDtype(),
-        QuantizeWeights(),
-        QuantizeKV(),
     ]
+
+
+def precision_passes() -> list[GraphPass]:
+    """The passes that bring a fused graph into the recipe's dtypes."""
+    from builder.passes.quantize_kv import QuantizeKV
+    from builder.passes.quantize_weights import QuantizeWeights
+    from builder.passes.set_dtype import SetDtype
+
+    return [SetDtype(), QuantizeWeights(), QuantizeKV()]
 
 
 def _operators(model: ir.Model) -> Counter[str]:

@@ -208,7 +208,7 @@ def test_case_23_full_disk(workshop: Path, tmp_path: Path, monkeypatch: pytest.M
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("stage", ["trace", "lower", "compile_engine"])
+@pytest.mark.parametrize("stage", ["trace", "fuse", "quantize", "compile_engine"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), BuildError("an operator that nobody knows")])
 def test_nothing_is_left_whatever_stage_fails(
     empty_home: Path, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
@@ -216,7 +216,7 @@ def test_nothing_is_left_whatever_stage_fails(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    for name in ("trace", "lower", "compile_engine"):
+    for name in ("trace", "fuse", "quantize", "compile_engine"):
         monkeypatch.setattr(stages, name, fail if name == stage else lambda *_: FakeGraph())
     with pytest.raises(type(error)):
         build(tiny_recipe(workshop / "model"), tmp_path / "a")
@@ -228,6 +228,7 @@ class FakeGraph:
     """Stands for the stages before the one that fails, whose values nobody looks into."""
 
     operators: ClassVar[dict[str, int]] = {}
+    weights: ClassVar[dict[str, int]] = {}
 
 
 def test_a_failed_comparison_leaves_nothing(

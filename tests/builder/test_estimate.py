@@ -13,6 +13,7 @@ from runtime.errors import BuildError
 from runtime.memory import FreeMemory
 
 SMALL = ModelSize(parameters=134_515_008, layers=30, vocab_size=49_152, hidden_size=576)
+MEDIUM = ModelSize(parameters=401_910_656, layers=24, vocab_size=49_152, hidden_size=896)
 LARGE = ModelSize(parameters=70_553_706_496, layers=80, vocab_size=128_256, hidden_size=8192)
 RECIPE = Recipe(name="tiny", model="./tiny")
 
@@ -33,11 +34,29 @@ def test_more_of_anything_costs_no_less() -> None:
     int8 = estimate(changed(weights={"dtype": "int8"}), SMALL)
     assert int8.disk["engine"] == base.disk["engine"] // 4
     assert int8.memory["compile"] < base.memory["compile"]
-    no_blob = estimate(changed(backend={"blob": False}), SMALL)
-    assert no_blob.total_disk < base.total_disk
     unchecked = estimate(changed(parity={"enabled": False}), LARGE)
     assert unchecked.peak_memory <= larger.peak_memory
+    assert unchecked.total_disk < larger.total_disk
     assert "parity" not in unchecked.seconds
+
+
+@pytest.mark.parametrize(
+    ("weights", "compute", "size", "measured"),
+    [
+        ("f32", "f32", SMALL, 2.0),
+        ("int8", "bf16", SMALL, 1.5),
+        ("f32", "f32", MEDIUM, 4.5),
+        ("bf16", "bf16", MEDIUM, 2.9),
+        ("int8", "bf16", MEDIUM, 2.3),
+    ],
+)
+def test_compilation_is_estimated_near_what_was_measured(
+    weights: str, compute: str, size: ModelSize, measured: float
+) -> None:
+    """`measured`: resident GiB, of which some are mapped files that the system may drop."""
+    kv = {"key": compute if compute == "f32" else "int8", "value": compute if compute == "f32" else "int8"}
+    recipe = changed(weights={"dtype": weights}, backend={"compute": compute}, kv=kv)
+    assert 0.7 < estimate(recipe, size).memory["compile"] / GIB / measured < 1.3
 
 
 def test_memory_that_is_not_there_is_refused_with_the_numbers(tmp_path: Path) -> None:
