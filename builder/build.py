@@ -143,6 +143,7 @@ def run_build(
             built = None if force else cache.find(key, progress)
             cached = built is not None
             if built is None:
+                stages.require_libraries()
                 cost = estimate(recipe, _model_size(checkpoint))
                 require(cost, cache=cache.root)
                 if not same_disk(cache.root, target):

@@ -8,6 +8,7 @@ A later value keeps what the manifest wants of the earlier ones, never their gra
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from zoo.checkpoint import Checkpoint
 
+_LIBRARIES = ("torch", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript")
 _FULL = 16 << 20  # bytes free, below which a library's failure to write is a full disk
 
 
@@ -72,6 +74,13 @@ class CompiledEngine:
     operators_traced: dict[str, int]
     weights: dict[str, int]
     graphs: Graphs
+
+
+def require_libraries() -> None:
+    """Raise `BuildError` where what only building needs is not installed."""
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BuildError(f"building needs {', '.join(missing)}, which serving does not: pip install 'plancast[build]'")
 
 
 def pull(recipe: Recipe, progress: Progress) -> Checkpoint:

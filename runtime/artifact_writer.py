@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import os
+import re
 import secrets
 import shutil
 import time
@@ -24,6 +24,7 @@ from runtime.manifest import MANIFEST_NAME, FileInfo, Manifest, encode_manifest
 
 _WRITING = "writing"
 _REPLACED = "replaced"
+_HIDDEN = re.compile(rf"\.(?P<target>.+)\.(?P<purpose>{_WRITING}|{_REPLACED})-\d+-[0-9a-f]{{8}}")
 _YOUNG = 60.0  # seconds in which a folder that nobody has locked may be one that is just being made
 
 
@@ -57,7 +58,7 @@ class ArtifactWriter:
         check_replaceable(self.target)
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.target)
+            remove_leftovers(self.target.parent)
             self._path = self.target.with_name(_hidden_name(self.target, _WRITING))
             self._path.mkdir()
             self._lock = _lock(self._path)
@@ -145,18 +146,16 @@ def check_replaceable(target: Path) -> None:
         raise ArtifactError(f"{target}: holds {extra[0]}, which the build did not put there; move it away first")
 
 
-def remove_leftovers(target: Path) -> None:
-    """Clean up after writers of `target` that died: put back what they had moved away, drop what they wrote."""
-    hidden = f".{glob.escape(target.name)}"
-    for folder in target.parent.glob(f"{hidden}.{_REPLACED}-*"):
-        if _is_abandoned(folder):
-            if not target.exists() and (folder / MANIFEST_NAME).exists():
-                folder.rename(target)
+def remove_leftovers(folder: Path) -> None:
+    """Clean up in `folder` after writers that died: put back what they had moved away, drop what they wrote."""
+    hidden = [(entry, match) for entry in folder.iterdir() if (match := _HIDDEN.fullmatch(entry.name))]
+    for entry, match in sorted(hidden, key=lambda pair: pair[1]["purpose"]):  # what was replaced comes first
+        if _is_abandoned(entry):
+            target = folder / match["target"]
+            if match["purpose"] == _REPLACED and not target.exists() and (entry / MANIFEST_NAME).exists():
+                entry.rename(target)
             else:
-                shutil.rmtree(folder, ignore_errors=True)
-    for folder in target.parent.glob(f"{hidden}.{_WRITING}-*"):
-        if _is_abandoned(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def is_out_of_space(error: BaseException) -> bool:
@@ -196,8 +195,9 @@ def _is_abandoned(folder: Path) -> bool:
     finally:
         if lock is not None:
             os.close(lock)
-    # A number that lives may be another process's by now: then the folder is old, and nobody holds its lock.
-    return time.time() - folder.stat().st_mtime > _YOUNG
+    # A number that lives may be another process's by now: then the folder is old, and nobody holds its lock. A replaced
+    # artifact, though, is as old as its build, and moved away only for an instant.
+    return f".{_WRITING}-" in folder.name and time.time() - folder.stat().st_mtime > _YOUNG
 
 
 def _lock(folder: Path) -> int | None:

@@ -231,6 +231,16 @@ class FakeGraph:
     weights: ClassVar[dict[str, int]] = {}
 
 
+def test_a_serving_install_is_told_what_to_add(
+    empty_home: Path, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "_LIBRARIES", ("json", "a_library_that_is_not_there"))
+    with pytest.raises(
+        BuildError, match=r"building needs a_library_that_is_not_there, .*pip install 'plancast\[build\]'"
+    ):
+        build(tiny_recipe(workshop / "model"), tmp_path / "a")
+
+
 def test_a_failed_comparison_leaves_nothing(
     empty_home: Path, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
