@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -54,11 +55,9 @@ def build(
         with _ending_on_signals(progress):
             result = builder.run_build(loaded, out, force=force, progress=progress)
     except KeyboardInterrupt:
-        print("interrupted: nothing half-built is left", file=sys.stderr)
-        raise typer.Exit(130) from None
-    except SystemExit:
-        print("terminated: nothing half-built is left", file=sys.stderr)
-        raise
+        _leave("interrupted: nothing half-built is left", 130)
+    except SystemExit as signalled:
+        _leave("terminated: nothing half-built is left", int(signalled.code or 1))
     print(json.dumps(_result_dict(result), indent=2)) if as_json else _print_result(result)
 
 
@@ -132,6 +131,14 @@ def _ending_on_signals(progress: BuildProgress) -> Iterator[None]:
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    """End the process now. Python would wait for threads first, and for ever on a pool's that the signal caught at
+    their start: they are not yet on the list of those to be told that it is over."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _result_dict(result: BuildResult) -> dict[str, Any]:
