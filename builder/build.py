@@ -50,7 +50,7 @@ class BuildResult:
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What a build would do, for `--dry-run`. `cached` is None, and the estimate the card's, for a model not pulled."""
+    """What a build would do, for `--dry-run`. `cached` is None where that takes a model that is not pulled yet."""
 
     recipe: Recipe
     out: Path
@@ -102,27 +102,24 @@ def plan_build(recipe: Recipe, out: str | Path | None = None, *, force: bool = F
     target = Path(out) if out is not None else default_out(recipe)
     _check_target(target, recipe, force=force)
     wanted = parse_model(recipe.model)
-    on_disk = wanted.folder is not None or wanted.gguf is not None or recorded(wanted, recipe.trust_remote_code)
-    if not on_disk:
-        card = wanted.card
-        shape = card.shape if card else None
-        size = ModelSize(card.parameters, shape.layers, shape.vocab_size, shape.hidden_size) if card and shape else None
-        if size is None:
-            raise BuildError(
-                f"{recipe.model} is not pulled, so its size is not known: plancast zoo pull {recipe.model}"
-            )
-        cost = estimate(recipe, size)
-        require(cost, cache=_cache().root)
-        sources = " or ".join(source.label for source in wanted.sources)
-        return BuildPlan(recipe, target, sources, False, None, cost)
-    quiet = BuildProgress()
-    checkpoint = stages.pull(recipe, quiet)
-    cost = estimate(recipe, _model_size(checkpoint))
-    cache = _cache()
-    cached = not force and cache.find(build_key(recipe, checkpoint.file_hashes(quiet)), quiet) is not None
+    cache, quiet = _cache(), BuildProgress()
+    cached = None
+    if wanted.folder is not None or recorded(wanted, recipe.trust_remote_code) is not None:
+        checkpoint = stages.pull(recipe, quiet)
+        pulled, source, size = True, checkpoint.source, _model_size(checkpoint)
+        cached = not force and cache.find(build_key(recipe, checkpoint.file_hashes(quiet)), quiet) is not None
+    elif wanted.gguf is not None:  # making a checkpoint of it would write
+        pulled, source, size = True, f"gguf:{wanted.gguf}", _gguf_size(wanted.gguf, recipe)
+    elif wanted.card is not None:
+        shape = wanted.card.shape
+        pulled, source = False, " or ".join(source.label for source in wanted.sources)
+        size = ModelSize(wanted.card.parameters, shape.layers, shape.vocab_size, shape.hidden_size)
+    else:
+        raise BuildError(f"{recipe.model} is not pulled, so its size is unknown; plancast zoo pull {recipe.model}")
+    cost = estimate(recipe, size)
     if not cached:
         require(cost, cache=cache.root)
-    return BuildPlan(recipe, target, checkpoint.source, True, cached, cost)
+    return BuildPlan(recipe, target, source, pulled, cached, cost)
 
 
 def run_build(
@@ -344,6 +341,19 @@ def _prepare_native(recipe: Recipe, progress: BuildProgress) -> None:
 def _model_size(checkpoint: Checkpoint) -> ModelSize:
     info = model_info(checkpoint, max_context_len=1)
     return ModelSize(num_parameters(checkpoint), info.num_layers, info.vocab_size, info.hidden_size)
+
+
+def _gguf_size(path: Path, recipe: Recipe) -> ModelSize:
+    """The sizes in a GGUF file's header. Raises as reading it does, and `BuildError` where it names none."""
+    from zoo.gguf_header import read_gguf_header
+
+    header = read_gguf_header(path)
+    stages.check_context(recipe, path.stem, header.context_length)
+    embedding = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
+    layers = header.metadata.get(f"{header.architecture}.block_count")
+    if embedding is None or not isinstance(layers, int):
+        raise BuildError(f"{path}: names no layers or has no token embedding, so it is no decoder's file")
+    return ModelSize(header.num_elements, layers, max(embedding.shape), min(embedding.shape))
 
 
 def _cache() -> BuildCache:

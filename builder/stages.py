@@ -88,16 +88,16 @@ def pull(recipe: Recipe, progress: Progress) -> Checkpoint:
     import zoo
 
     checkpoint = zoo.resolve(recipe.model, trust_remote_code=recipe.trust_remote_code, progress=progress)
-    check_context(recipe, checkpoint)
+    check_context(recipe, checkpoint.name, checkpoint.context_length)
     return checkpoint
 
 
-def check_context(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raise `BuildError` where the recipe asks for more context than the model was made for."""
-    length, asked = checkpoint.context_length, recipe.limits.max_context_len
+def check_context(recipe: Recipe, name: str, length: int | None) -> None:
+    """Raise `BuildError` where the recipe asks for more context than the model `name` was made for (None: unknown)."""
+    asked = recipe.limits.max_context_len
     if length is not None and asked > length:
         raise BuildError(
-            f"limits.max_context_len is {asked}, and {checkpoint.name} was made for {length} tokens; "
+            f"limits.max_context_len is {asked}, and {name} was made for {length} tokens; "
             f"lower it: --set limits.max_context_len={length}"
         )
 

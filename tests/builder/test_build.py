@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tiny_build import plancast_home, tiny_recipe, tiny_workshop
-from tiny_hf import CONTEXT, write_tiny_hf
+from tiny_hf import CONTEXT, write_tiny_gguf, write_tiny_hf
 
 from builder import build as build_module
 from builder import stages
@@ -163,6 +163,19 @@ def test_dry_run_writes_nothing(home: Path, workshop: Path, tmp_path: Path) -> N
     assert entries(tmp_path) == []
     card = plan_build(tiny_recipe("qwen2.5-0.5b-instruct"), tmp_path / "a")
     assert (card.pulled, card.cached) == (False, None)
+    with pytest.raises(BuildError, match="hub:owner/name is not pulled, so its size is unknown; plancast zoo pull"):
+        plan_build(tiny_recipe("hub:owner/name"), tmp_path / "a")
+
+
+def test_dry_run_of_a_gguf_converts_nothing(empty_home: Path, tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    recipe = tiny_recipe(f"gguf:{tmp_path / 'tiny.gguf'}", limits={"max_context_len": 128})
+    plan = plan_build(recipe, tmp_path / "a")
+    assert (plan.pulled, plan.cached) == (True, None)
+    assert plan.estimate.peak_memory > 0
+    assert not (empty_home / "models").exists()
+    with pytest.raises(BuildError, match="was made for"):
+        plan_build(tiny_recipe(recipe.model, limits={"max_context_len": 1 << 20}), tmp_path / "a")
 
 
 def test_more_context_than_the_model_s_is_refused_before_anything_runs(empty_home: Path, workshop: Path) -> None:
