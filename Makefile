@@ -6,9 +6,11 @@ RECIPE ?= smollm2-135m-cpu
 ARTIFACT := artifacts/$(RECIPE)
 HOST ?= 127.0.0.1
 PORT ?= 8000
+# The demo's recipe has a head built in: it drafts tokens that the model verifies, beside a lookup in the text.
+DRAFTS := $(if $(filter smollm2-135m-cpu,$(RECIPE)),--speculative-config ngram+eagle)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo serve test lint format bench native clean
+.PHONY: help setup demo serve test lint format bench native wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -30,7 +32,7 @@ setup: $(VENV)/.build ## a virtual environment with everything that building and
 
 demo: $(VENV)/.build ## pull SmolLM2-135M-Instruct, build its engine, let it answer
 	$(BIN)/plancast build $(RECIPE)
-	$(BIN)/plancast generate $(ARTIFACT) --chat --max-tokens 64 --temperature 0 \
+	$(BIN)/plancast generate $(ARTIFACT) --chat --max-tokens 64 --temperature 0 $(DRAFTS) \
 		"What is the capital of France, and what is it known for?"
 
 serve: $(VENV)/.build ## serve the demo's engine on $(HOST):$(PORT)
@@ -56,6 +58,12 @@ bench: $(VENV)/.build ## measure this machine: scheduler, batching, the demo's e
 native: $(VENV)/.build ## compile the C++ plugins again
 	$(BIN)/python -m plugins.native --force
 
+wheel: $(VENV)/.build ## a wheel in dist/ that carries the compiled C++ plugins
+	$(BIN)/python -m plugins.native --bundle
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf plugins/native/lib build
+	@ls dist/*.whl
+
 clean: ## remove the virtual environment and built artifacts
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist plugins/native/lib *.egg-info
 	find artifacts -mindepth 1 -maxdepth 1 -type d -exec rm -rf {} +

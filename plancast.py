@@ -36,6 +36,8 @@ _EXPORTS = {
 _COMMANDS = (
     "builder.cli",
     "builder.recipe_cli",
+    "builder.capacity_cli",
+    "builder.draft_cli",
     "zoo.cli",
     "runtime.cli",
     "runtime.serve_cli",

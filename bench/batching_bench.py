@@ -9,6 +9,7 @@ for, so that the figures depend on the scheduling alone and are the same on any 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ class ModeResult:
     tpot_median: float
     idle_slots: float  # mean over all steps; a slot counts as idle only while a request waits for one
     goodput: float | None  # share of requests within the limits, where there are limits
+    cpu_seconds: float | None  # processor time, all threads: steadier than `seconds` on a busy machine
     slots: list[tuple[float, int]] = field(default_factory=list)  # (time, sequences in the step)
     ttfts: list[float] = field(default_factory=list)  # ascending
 
@@ -81,12 +83,15 @@ def run_mode(
         if core.scheduler.waiting:
             idle += core.config.max_num_seqs - watched.num_sequences
 
+    cpu_start = time.process_time()
     served = play(core, jobs, look)
+    cpu_seconds = None if isinstance(clock, SimulatedClock) else time.process_time() - cpu_start
     seconds = clock() - start
     stats = core.stats()
     core.close()
     limited = core.config.ttft_slo is not None or core.config.tpot_slo is not None
-    return _result(mode, served, seconds, slots, idle, stats.requests_in_slo / len(jobs) if limited else None)
+    goodput = stats.requests_in_slo / len(jobs) if limited else None
+    return _result(mode, served, seconds, slots, idle, goodput, cpu_seconds)
 
 
 def _result(
@@ -96,6 +101,7 @@ def _result(
     slots: list[tuple[float, int]],
     idle: int,
     goodput: float | None,
+    cpu_seconds: float | None,
 ) -> ModeResult:
     ttfts = sorted(answer.ttft for answer in served)
     tokens = sum(answer.tokens for answer in served)
@@ -111,6 +117,7 @@ def _result(
         tpot_median=quantile([answer.tpot for answer in served], 0.5),
         idle_slots=idle / len(slots),
         goodput=goodput,
+        cpu_seconds=cpu_seconds,
         slots=slots,
         ttfts=ttfts,
     )
@@ -168,8 +175,6 @@ def _engine(
         num_blocks = max_num_seqs * max_context_len // 32
         executor = FakeExecutor(num_blocks, cost=step_seconds, wait=clock.wait)
         return executor, clock, executor.vocab_size, max_context_len
-    import time
-
     from runtime.artifact import Artifact
     from runtime.executors import open_executor
 
@@ -201,6 +206,7 @@ def print_report(report: dict) -> None:
         ("TPOT median, ms", "tpot_median", "{:.1f}"),
         ("idle slots a step while requests wait", "idle_slots", "{:.2f}"),
         ("steps", "steps", "{:,}"),
+        ("processor seconds", "cpu_seconds", "{:.0f}"),
         ("requests within the limits", "goodput", "{:.1%}"),
     ):
         values = [row[name] for row in report["modes"]]

@@ -1,6 +1,7 @@
-"""`plancast bench runtime`: what the runtime itself costs a step, on an executor that costs nothing, and what its
-paged cache saves. Milliseconds are wall time on one core; the sampler is the real one, on a small vocabulary, so that
-what is measured is bookkeeping and not the arithmetic over logits (`bench sampler` measures that).
+"""`plancast bench runtime`: what the runtime itself costs a step, on an executor that costs nothing, how long a device
+waits for it, and what its paged cache saves. Milliseconds are wall time on one core unless it says otherwise; the
+sampler is the real one, on a small vocabulary, so that what is measured is bookkeeping and not the arithmetic over
+logits (`bench sampler` measures that).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from bench.core_workloads import Job, make_jobs, quantile
 from bench.fake_executor import FakeExecutor
 from bench.kv_waste import measure_reuse, measure_sharing, measure_waste
 from bench.machine import describe_machine
+from bench.overlap import STEP_MS, measure_idle
 from runtime.config import EngineConfig
 from runtime.engine_core import EngineCore
 from runtime.iteration_log import StepTimes
@@ -111,12 +113,18 @@ def bench_runtime(
         for count in running:
             progress(f"a step with {count} requests, {'coming and going' if churn else 'decoding'}")
             costs.append(asdict(measure_steps(count, steps=steps, churn=churn)))
+    idle = []
+    for count in running:
+        progress(f"a device's idle time with {count} requests")
+        idle.append(asdict(measure_idle(count, steps=min(steps, 100))))
     progress("KV memory")
     sharing, reuse = measure_sharing(), measure_reuse()
     return {
         "machine": describe_machine(),
         "steps": costs,
         "goals_ms": GOALS,
+        "device_step_ms": STEP_MS,
+        "device_idle": idle,
         "waste": [asdict(measure_waste(size, num_jobs=waste_jobs)) for size in (16, 32, 64)],
         "sharing": asdict(sharing) | {"saved": sharing.saved},
         "prefix_reuse": asdict(reuse) | {"saved": reuse.saved},
@@ -136,6 +144,14 @@ def print_report(report: dict) -> None:
         goal = report["goals_ms"].get(row["running"])
         figures = [f"{row[name]:.3f}" for name in ("schedule", "build", "sample", "total", "total_p90", "cpu")]
         table.add_row(row["workload"], str(row["running"]), *figures, "" if goal is None else f"< {goal:g}")
+    console.print(table)
+    title = f"A device's idle time (ms) a decode step of {report['device_step_ms']:g} ms, by processor time"
+    table = Table(title=title)
+    for title in ("running", "vocabulary", "host samples, in turn", "device samples, beside the host"):
+        table.add_column(title, justify="right")
+    for row in report["device_idle"]:
+        figures = (f"{row[name]:.3f}" for name in ("serial", "beside"))
+        table.add_row(str(row["running"]), str(row["vocab_size"]), *figures)
     console.print(table)
     table = Table(title="KV cells allocated and empty, ShareGPT-like lengths, 64 sequences (mean over the run)")
     for title in ("block size", "paged", "final length reserved", "context of 2048 reserved"):

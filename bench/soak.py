@@ -22,6 +22,7 @@ from typing import Annotated
 
 import typer
 
+from bench.report import run_script
 from runtime.async_llm import AsyncLLM
 from runtime.errors import RequestError
 from runtime.sampling_params import SamplingParams
@@ -224,4 +225,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(lambda: typer.run(main))

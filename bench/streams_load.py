@@ -13,16 +13,10 @@ the batch). `overhead` compares the server's tokens/s with the same requests thr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,109 +27,13 @@ from rich.table import Table
 
 from bench.machine import describe_machine
 from bench.prompts import prompts_of_length
+from bench.report import run_script
+from bench.serving.client import Endpoint, Reply, fetch, stream
+from bench.serving.local import LocalServer, serving
+from bench.serving.metrics import percentile
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-START_S = 120.0
-
-
-# A server of our own, and a client that costs little
-
-
-@contextlib.contextmanager
-def serving(artifact: Path, *arguments: str) -> Iterator[tuple[str, int]]:
-    """`plancast serve` on a free port until the end of the block: (host, port)."""
-    command = [sys.executable, "-m", "plancast", "serve", str(artifact), "--port", "0", *arguments]
-    # A file, not a pipe: a log that nobody reads must not stop the server.
-    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-        process = subprocess.Popen(command, stderr=open(log.name, "w"))  # noqa: SIM115
-        try:
-            deadline = time.monotonic() + START_S
-            while not (found := re.search(r"at http://([\d.]+):(\d+)", Path(log.name).read_text())):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the server did not start:\n" + Path(log.name).read_text())
-                time.sleep(0.1)
-            yield found[1], int(found[2])
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=START_S)
-            process.kill()
-
-
-async def post(address: tuple[str, int], body: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The response's body as it comes, piece by piece. Raises `ConnectionError` for a status other than 200."""
-    reader, writer = await asyncio.open_connection(*address, limit=1 << 22)
-    content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-    )
-    try:
-        writer.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + content)
-        status = (await reader.readline()).split()[1]
-        headers = await reader.readuntil(b"\r\n\r\n")
-        if status != b"200":
-            raise ConnectionError(f"{status.decode()}: {(await reader.read()).decode()}")
-        if b"chunked" not in headers.lower():
-            yield await reader.read()
-            return
-        while size := int(await reader.readline(), 16):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-    finally:
-        writer.close()
-
-
-@dataclass(slots=True)
-class Stream:
-    """What one stream brought. Times are seconds since it was asked for."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    done: bool = False
-    tokens: int = 0
-    first: float | None = None
-    last: float = 0.0
-    longest_gap: float = 0.0
-
-
-async def stream(address: tuple[str, int], body: dict[str, Any]) -> Stream:
-    """Run a streamed completion to its end."""
-    result, started = Stream(), time.perf_counter()
-    buffer = b""
-    body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    async for piece in post(address, body):
-        now = time.perf_counter() - started
-        *events, buffer = (buffer + piece).split(b"\n\n")
-        spoke = False  # a keep-alive comment is no token
-        for event in events:
-            if event == b"data: [DONE]":
-                result.done = True
-                continue
-            if not event.startswith(b"data: "):
-                continue
-            chunk = json.loads(event[6:])
-            if "error" in chunk:
-                raise ConnectionError(chunk["error"]["message"])
-            if chunk.get("usage"):
-                result.tokens = chunk["usage"]["completion_tokens"]
-            for choice in chunk["choices"]:
-                spoke = True
-                result.text += choice["text"]
-                result.finish_reason = choice["finish_reason"] or result.finish_reason
-        if not spoke:
-            continue
-        if result.first is None:
-            result.first = now
-        else:
-            result.longest_gap = max(result.longest_gap, now - result.last)
-        result.last = now
-    return result
-
-
-async def whole(address: tuple[str, int], body: dict[str, Any]) -> dict[str, Any]:
-    """Run an unstreamed completion: its only choice."""
-    content = b"".join([piece async for piece in post(address, body)])
-    return json.loads(content)["choices"][0]
+ROUTE = "/v1/completions"
 
 
 # What is asked
@@ -152,11 +50,6 @@ def request_bodies(artifact: Path, count: int, seed: int = 0) -> list[dict[str, 
         {"prompt": prompt, "max_tokens": rng.randint(16, 64), "temperature": 0, "seed": number}
         for number, prompt in enumerate(prompts)
     ]
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
 @dataclass(slots=True)
@@ -181,9 +74,9 @@ class Holding:
         return self.completed > 0 and not (self.lost or self.wrong_text or self.wrong_reason)
 
 
-async def hold_streams(address: tuple[str, int], bodies: list[dict[str, Any]], streams: int, seconds: float) -> Holding:
+async def hold_streams(endpoint: Endpoint, bodies: list[dict[str, Any]], streams: int, seconds: float) -> Holding:
     """Keep `streams` streams going for `seconds`, then let those that run end."""
-    expected = [await whole(address, body) for body in bodies]
+    expected = [(await fetch(endpoint, "POST", ROUTE, body))["choices"][0] for body in bodies]
     report = Holding(streams, seconds)
     firsts: list[float] = []
     started = time.perf_counter()
@@ -192,18 +85,14 @@ async def hold_streams(address: tuple[str, int], bodies: list[dict[str, Any]], s
         rng = random.Random(number)
         while time.perf_counter() - started < seconds:
             which = rng.randrange(len(bodies))
-            try:
-                result = await stream(address, bodies[which])
-            except (OSError, EOFError, ValueError) as error:
-                report.lost.append(f"request {which}: {type(error).__name__}: {error}")
-                continue
-            if not result.done:
-                report.lost.append(f"request {which}: the stream ended without [DONE]")
+            result = await stream(endpoint, ROUTE, bodies[which])
+            if result.error is not None or not result.done:
+                report.lost.append(f"request {which}: {result.error or 'the stream ended without [DONE]'}")
                 continue
             report.completed += 1
-            report.tokens += result.tokens
-            report.longest_gap = max(report.longest_gap, result.longest_gap)
-            firsts.append(result.first or 0.0)
+            report.tokens += result.output_tokens
+            report.longest_gap = max(report.longest_gap, *result.gaps, 0.0)
+            firsts.append(result.ttft)
             if result.text != expected[which]["text"]:
                 report.wrong_text.append(f"request {which}: {result.text!r} is not {expected[which]['text']!r}")
             if result.finish_reason != expected[which]["finish_reason"]:
@@ -244,8 +133,8 @@ def hold(
 ) -> None:
     """Hold many streams; exit code 1 where one is lost or says anything else than it does alone."""
     options = ["--max-num-seqs", str(max_num_seqs)] if max_num_seqs else []
-    with serving(artifact, *options) as address:
-        report = asyncio.run(hold_streams(address, request_bodies(artifact, requests), streams, seconds))
+    with serving(artifact, *options) as server:
+        report = asyncio.run(hold_streams(Endpoint(server.url), request_bodies(artifact, requests), streams, seconds))
     finish(report, json_file)
     show(
         {
@@ -267,11 +156,13 @@ def hold(
 
 @dataclass(slots=True)
 class Overhead:
-    """Output tokens a second, one figure a round."""
+    """Output tokens a second, and processor milliseconds a token (all threads, the client's left out), a round each."""
 
     streams: int
     in_process: list[float] = field(default_factory=list)
     server: list[float] = field(default_factory=list)
+    in_process_cpu: list[float] = field(default_factory=list)
+    server_cpu: list[float] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=describe_machine)
 
     @property
@@ -279,9 +170,14 @@ class Overhead:
         """What the server loses, of the in-process engine's median."""
         return 1 - statistics.median(self.server) / statistics.median(self.in_process)
 
+    @property
+    def cpu_share(self) -> float:
+        """What the server takes beyond the in-process engine's processor time: steadier where others work, too."""
+        return statistics.median(self.server_cpu) / statistics.median(self.in_process_cpu) - 1
 
-async def in_process_rate(artifact: Path, bodies: list[dict[str, Any]]) -> float:
-    """The same requests through `AsyncLLM` with the engine in this process."""
+
+async def in_process_rate(artifact: Path, bodies: list[dict[str, Any]]) -> tuple[float, float]:
+    """The same requests through `AsyncLLM` with the engine in this process: tokens/s, processor ms a token."""
     from runtime.async_llm import AsyncLLM
     from runtime.sampling_params import SamplingParams
 
@@ -293,16 +189,28 @@ async def in_process_rate(artifact: Path, bodies: list[dict[str, Any]]) -> float
             return sum([len(sequence.token_ids) async for output in outputs for sequence in output.outputs])
 
         await one(bodies[0])
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         tokens = sum(await asyncio.gather(*map(one, bodies)))
-        return tokens / (time.perf_counter() - started)
+        return tokens / (time.perf_counter() - started), (time.process_time() - cpu) * 1e3 / tokens
 
 
-async def server_rate(address: tuple[str, int], bodies: list[dict[str, Any]]) -> float:
-    await stream(address, bodies[0])
-    started = time.perf_counter()
-    results = await asyncio.gather(*(stream(address, body) for body in bodies))
-    return sum(result.tokens for result in results) / (time.perf_counter() - started)
+async def server_rate(server: LocalServer, bodies: list[dict[str, Any]]) -> tuple[float, float]:
+    """Through the server: tokens/s, processor ms a token."""
+    endpoint = Endpoint(server.url)
+    await asked(endpoint, bodies[0])
+    started, cpu = time.perf_counter(), server.cpu_seconds()
+    results = await asyncio.gather(*(asked(endpoint, body) for body in bodies))
+    seconds, spent = time.perf_counter() - started, server.cpu_seconds() - cpu
+    tokens = sum(result.output_tokens for result in results)
+    return tokens / seconds, spent * 1e3 / tokens
+
+
+async def asked(endpoint: Endpoint, body: dict[str, Any]) -> Reply:
+    """A streamed answer, or the end of the measurement."""
+    reply = await stream(endpoint, ROUTE, body)
+    if reply.error is not None:
+        raise SystemExit(f"a request failed: {reply.error}")
+    return reply
 
 
 @app.command()
@@ -317,9 +225,13 @@ def overhead(
     bodies = [body | {"max_tokens": output_tokens, "ignore_eos": True} for body in request_bodies(artifact, streams)]
     report = Overhead(streams)
     for _ in range(rounds):
-        report.in_process.append(asyncio.run(in_process_rate(artifact, bodies)))
-        with serving(artifact) as address:
-            report.server.append(asyncio.run(server_rate(address, bodies)))
+        rate, cpu = asyncio.run(in_process_rate(artifact, bodies))
+        report.in_process.append(rate)
+        report.in_process_cpu.append(cpu)
+        with serving(artifact) as server:
+            rate, cpu = asyncio.run(server_rate(server, bodies))
+        report.server.append(rate)
+        report.server_cpu.append(cpu)
     finish(report, json_file)
     show(
         {
@@ -327,6 +239,9 @@ def overhead(
             "in-process tokens/s": f"{statistics.median(report.in_process):.1f}",
             "server tokens/s": f"{statistics.median(report.server):.1f}",
             "overhead": f"{report.share:.1%}",
+            "in-process processor ms/token": f"{statistics.median(report.in_process_cpu):.2f}",
+            "server processor ms/token": f"{statistics.median(report.server_cpu):.2f}",
+            "overhead in processor time": f"{report.cpu_share:.1%}",
         }
     )
 
@@ -346,17 +261,17 @@ class FirstToken:
         return (statistics.median(self.busy) - statistics.median(self.idle)) / self.step
 
 
-async def measure_first_token(address: tuple[str, int], bodies: list[dict[str, Any]], rounds: int) -> FirstToken:
+async def measure_first_token(endpoint: Endpoint, bodies: list[dict[str, Any]], rounds: int) -> FirstToken:
     report = FirstToken(len(bodies))
     short = {"prompt": "Hello there", "max_tokens": 1, "temperature": 0}
     for number in range(rounds):
-        report.idle.append((await stream(address, short | {"cache_salt": f"idle{number}"})).first or 0.0)
-    background = [asyncio.create_task(stream(address, body)) for body in bodies]
+        report.idle.append((await asked(endpoint, short | {"cache_salt": f"idle{number}"})).ttft)
+    background = [asyncio.create_task(asked(endpoint, body)) for body in bodies]
     await asyncio.sleep(3)
     for number in range(rounds):
-        report.busy.append((await stream(address, short | {"cache_salt": f"busy{number}"})).first or 0.0)
+        report.busy.append((await asked(endpoint, short | {"cache_salt": f"busy{number}"})).ttft)
     others = await asyncio.gather(*background)
-    report.step = statistics.median((other.last - (other.first or 0.0)) / max(1, other.tokens - 1) for other in others)
+    report.step = statistics.median(other.tpot for other in others)
     return report
 
 
@@ -370,8 +285,8 @@ def ttft(
 ) -> None:
     """A short prompt's first token beside others that decode."""
     bodies = [body | {"max_tokens": output_tokens, "ignore_eos": True} for body in request_bodies(artifact, others)]
-    with serving(artifact) as address:
-        report = asyncio.run(measure_first_token(address, bodies, rounds))
+    with serving(artifact) as server:
+        report = asyncio.run(measure_first_token(Endpoint(server.url), bodies, rounds))
     finish(report, json_file)
     show(
         {
@@ -385,4 +300,4 @@ def ttft(
 
 
 if __name__ == "__main__":
-    app()
+    run_script(app)

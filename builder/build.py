@@ -16,6 +16,8 @@ import msgspec
 
 from builder import stages
 from builder.cache import BuildCache, build_key, place, uses_native
+from builder.drafts.build_head import build_head
+from builder.embedding_parity import check_embedding_quality, measure_embedding
 from builder.estimate import Estimate, ModelSize, estimate, require, require_disk, same_disk
 from builder.layer_graph import GRAPH_NAME
 from builder.model_card import model_card
@@ -23,12 +25,13 @@ from builder.model_info import model_info, num_parameters
 from builder.parity import check_quality, measure
 from builder.process_memory import release_memory
 from builder.progress import BuildProgress
+from builder.quantization.prepare import PreparedWeights, needs_calibration, needs_preparing, prepare_weights
 from builder.recipe import Recipe, recipe_hash, recipe_to_dict
 from runtime.artifact import Artifact, check_files, installed_plugins, read_manifest
 from runtime.artifact_writer import ArtifactWriter, check_replaceable
 from runtime.errors import ArtifactError, BuildError
 from runtime.hardware import this_machine
-from runtime.manifest import FileInfo, HardwareInfo, Limits, Manifest, Parity, RuntimeDefaults
+from runtime.manifest import EmbeddingInfo, EmbeddingParity, FileInfo, HardwareInfo, Limits, Manifest, RuntimeDefaults
 from runtime.memory import format_size
 from runtime.version import __version__
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 CARD_NAME = "README.md"
 _SCRATCH = ".scratch"
+_CALIBRATION = ".calibration"  # in the build cache: layers' results, for builds that are interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +145,17 @@ def run_build(
             cached = built is not None
             if built is None:
                 stages.require_libraries()
+                stages.require_device(recipe)
                 cost = estimate(recipe, _model_size(checkpoint))
                 require(cost, cache=cache.root)
                 if not same_disk(cache.root, target):
                     require_disk(target, 2 * cost.disk["engine"], "the artifact")
                 built = _build_engine(recipe, checkpoint, key, cache, progress)
             manifest = _own_manifest(built, recipe, checkpoint)
-            check_quality(manifest.parity, recipe.quality)
+            if manifest.embedding is None:
+                check_quality(manifest.parity, recipe.quality)
+            else:
+                check_embedding_quality(manifest.embedding.parity, recipe.quality)
             with progress.stage("write") as stage:
                 manifest = _place(manifest, cache.entry(key), target)
                 stage.detail = f"{target}{' (from the build cache)' if cached else ''}"
@@ -160,31 +168,35 @@ def _build_engine(
 ) -> Manifest:
     """Run every stage and leave the engine in the cache as a whole artifact."""
     with ArtifactWriter(cache.entry(key)) as writer:
+        prepared = PreparedWeights()
+        if needs_preparing(recipe):
+            with progress.stage("calibrate" if needs_calibration(recipe) else "import") as stage:
+                prepared = prepare_weights(checkpoint, recipe, cache.root / _CALIBRATION, progress)
+                stage.detail = prepared.detail
         with progress.stage("trace") as stage:
-            traced = stages.trace(checkpoint, recipe)
+            traced = stages.trace(checkpoint, recipe, prepared.dense)
             stage.detail = f"{sum(traced.operators.values())} operators"
         with progress.stage("fuse") as stage:
             fused = stages.fuse(traced, recipe, progress)
             stage.detail = f"{sum(fused.operators.values())} operators"
         with progress.stage("quantize") as stage:
-            quantized = stages.quantize(fused, recipe, progress)
+            quantized = stages.quantize(fused, recipe, progress, prepared)
             stage.detail = ", ".join(f"{kind} {format_size(size)}" for kind, size in quantized.weights.items())
         with progress.stage("compile") as stage:
             engine = stages.compile_engine(quantized, recipe, writer.path, progress)
             stage.detail = f"{engine.backend.name} {engine.backend.version.partition('-')[0]}"
-            stage.detail += ", compiled form kept" if engine.backend.blob else ", portable form only"
-        del traced, fused, quantized
+            stage.detail += engine.backend.summary
+        del traced, fused, quantized, prepared
         release_memory()
         _add_side_files(checkpoint, engine, writer.path)
         manifest = _manifest(recipe, checkpoint, engine, key)
+        if recipe.draft_head is not None:
+            with progress.stage("head") as stage:
+                manifest.draft_head = build_head(recipe, checkpoint, writer.path, progress)
+                stage.detail = manifest.draft_head.name
         if recipe.parity.enabled:
             with progress.stage("parity") as stage:
-                parity = _compare(manifest, recipe, checkpoint, writer.path, progress)
-                stage.detail = (
-                    f"{parity.greedy_matching_prompts}/{parity.greedy_prompts} prompts equal, KL {parity.mean_kl:.1e}, "
-                    f"top-1 {parity.top1_agreement:.1%}"
-                )
-            manifest.parity = parity
+                stage.detail = _compare(manifest, recipe, checkpoint, writer.path, progress)
         manifest.build = progress.figures()
         (writer.path / CARD_NAME).write_text(model_card(manifest), encoding="utf-8")
         manifest = writer.commit(manifest)
@@ -192,15 +204,16 @@ def _build_engine(
     return manifest
 
 
-def _compare(
-    manifest: Manifest, recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: BuildProgress
-) -> Parity:
+def _compare(manifest: Manifest, recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: BuildProgress) -> str:
+    """Enter into `manifest` how the engine compares with the original, and return it in a few words."""
     scratch = folder / _SCRATCH
     scratch.mkdir()
+    # The engine is not an artifact yet, but the runtime shall run it as one.
+    artifact = Artifact(folder, _listing_files(manifest, folder))
+    compare = measure if manifest.embedding is None else measure_embedding
     try:
-        return measure(
-            # The engine is not an artifact yet, but the runtime shall run it as one.
-            Artifact(folder, _listing_files(manifest, folder)),
+        parity = compare(
+            artifact,
             checkpoint,
             config=recipe.parity,
             trust_remote_code=recipe.trust_remote_code,
@@ -209,6 +222,15 @@ def _compare(
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    if isinstance(parity, EmbeddingParity):
+        assert manifest.embedding is not None
+        manifest.embedding.parity = parity
+        return f"cosine {parity.mean_cosine:.6f} on average, {parity.min_cosine:.6f} at least, of {parity.prompts}"
+    manifest.parity = parity
+    return (
+        f"{parity.greedy_matching_prompts}/{parity.greedy_prompts} prompts equal, KL {parity.mean_kl:.1e}, "
+        f"top-1 {parity.top1_agreement:.1%}"
+    )
 
 
 def _listing_files(manifest: Manifest, folder: Path) -> Manifest:
@@ -218,13 +240,18 @@ def _listing_files(manifest: Manifest, folder: Path) -> Manifest:
 
 def _manifest(recipe: Recipe, checkpoint: Checkpoint, engine: stages.CompiledEngine, key: str) -> Manifest:
     limits = recipe.limits
+    model = model_info(checkpoint, max_context_len=limits.max_context_len)
+    embedding = None
+    if recipe.task == "embed":
+        pooled = recipe.embedding
+        embedding = EmbeddingInfo(size=model.hidden_size, pooling=pooled.pooling, normalize=pooled.normalize)
     return Manifest(
         name=recipe.name,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         plancast_version=__version__,
         recipe=recipe_to_dict(recipe),
         recipe_hash=recipe_hash(recipe),
-        model=model_info(checkpoint, max_context_len=limits.max_context_len),
+        model=model,
         backend=engine.backend,
         hardware=HardwareInfo(
             machine=this_machine().machine, isa=this_machine().isa if engine.backend.blob is not None else []
@@ -241,6 +268,7 @@ def _manifest(recipe: Recipe, checkpoint: Checkpoint, engine: stages.CompiledEng
         weights_bytes=engine.weights,
         operators=engine.operators,
         operators_traced=engine.operators_traced,
+        embedding=embedding,
         build={},
         build_key=key,
     )
@@ -267,7 +295,9 @@ def _own_manifest(built: Manifest, recipe: Recipe, checkpoint: Checkpoint) -> Ma
 def _defaults(recipe: Recipe) -> RuntimeDefaults:
     runtime = recipe.runtime
     return RuntimeDefaults(
-        **{name: getattr(runtime, name) for name in runtime.__struct_fields__}, num_threads=recipe.backend.num_threads
+        **{name: getattr(runtime, name) for name in runtime.__struct_fields__},
+        num_threads=recipe.backend.num_threads,
+        speculation=recipe.speculation,
     )
 
 

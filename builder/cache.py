@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from builder.drafts.head_file import head_hashes
+from builder.quantization.prepare import needs_calibration
 from builder.recipe import Recipe, recipe_to_dict
 from plugins.native import find_native
 from runtime.artifact import check_files, read_manifest
@@ -37,9 +39,14 @@ _ROOT = Path(__file__).resolve().parent.parent
 # Sources that decide what an engine is. What only shows or serves it is left out.
 _SOURCES = ("builder", "plugins", "zoo", "runtime/kv_layout.py", "runtime/manifest.py")
 _NOT_SOURCES = {"cli.py", "recipe_cli.py", "progress.py", "inspect.py", "graph_svg.py", "estimate.py", "cache.py"}
+_KERNELS = ("kernel", "torch_kernel")  # Triton kernels run beside most engines, and lie compiled in others
+# What engines hold that have Triton kernels in them: a format of theirs, and what compiles them.
+_SEGMENT_SOURCES = ("runtime/executors/segments/plan.py", "runtime/executors/segments/calls.py")
+_SEGMENT_LIBRARIES = ("triton", "tensorrt-rtx-cu13-libs", "tensorrt-rtx-cu13-bindings", "tensorrt")
 _LIBRARIES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnx-graphsurgeon", "openvino", "numpy")
-# Keys of a recipe that leave the engine as it is: its name, what serving may override, and the bounds it must meet.
-_NOT_IN_KEY = ("name", "model", "runtime", "quality")
+# Keys of a recipe that leave the engine as it is: its name, what serving may override, and the bounds it must meet. Of
+# model and draft_head the contents count, not the names.
+_NOT_IN_KEY = ("name", "model", "draft_head", "runtime", "speculation", "quality")
 
 
 def build_key(recipe: Recipe, content: dict[str, str]) -> str:
@@ -52,20 +59,29 @@ def build_key(recipe: Recipe, content: dict[str, str]) -> str:
         "format": FORMAT_VERSION,
         "recipe": {key: value for key, value in recipe_to_dict(recipe).items() if key not in _NOT_IN_KEY},
         "checkpoint": content,
-        "sources": _sources_hash(),
-        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "sources": _sources_hash(kernels=holds_kernels(recipe)),
+        "libraries": {n: _version(n) for n in (*_LIBRARIES, *(_SEGMENT_LIBRARIES if holds_kernels(recipe) else ()))},
+        "draft_head": head_hashes(recipe.draft_head) if recipe.draft_head is not None else None,
+        # Any file may be named as the calibration text.
+        "calibration": _text_hash(recipe.weights.calibration.text) if needs_calibration(recipe) else None,
         "python": sys.version_info[:2],
         "machine": this_machine().machine,
         # A compiled form is made for this very CPU; the C++ operators are used only where they are built.
-        "isa": this_machine().isa if recipe.backend.blob else None,
+        "isa": this_machine().isa if recipe.backend.blob and recipe.backend.name == "openvino" else None,
         "native": _native() if uses_native(recipe) else None,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def holds_kernels(recipe: Recipe) -> bool:
+    """Whether the engine holds compiled Triton kernels."""
+    return recipe.backend.name.startswith("tensorrt")
+
+
 def uses_native(recipe: Recipe) -> bool:
-    """Whether the engine depends on our C++ operators being built: for a compiled form, and for their products."""
-    return recipe.backend.blob or recipe.backend.linear == "native"
+    """Whether the engine depends on our C++ operators being built: for a compiled form, for products, for attention."""
+    backend = recipe.backend
+    return backend.name == "openvino" and (backend.blob or "native" in (backend.linear, backend.attention))
 
 
 class BuildCache:
@@ -174,16 +190,25 @@ def _read_json(path: Path) -> Any:
         return None
 
 
-def _sources_hash() -> str:
+def _sources_hash(*, kernels: bool) -> str:
     digest = hashlib.sha256()
-    for name in _SOURCES:
+    skipped = (".",) if kernels else (".", *_KERNELS)
+    for name in (*_SOURCES, *(_SEGMENT_SOURCES if kernels else ())):
         path = _ROOT / name
         files = sorted(path.rglob("*.py")) + sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         for file in files:
-            if file.name not in _NOT_SOURCES and not file.name.startswith("."):
+            if file.name not in _NOT_SOURCES and not file.name.startswith(skipped):
                 digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode())
                 digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _text_hash(path: str | None) -> str | None:
+    """Of a text file of the user's; a missing one is told where it is read."""
+    try:
+        return None if path is None else hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _native() -> str | None:

@@ -1,4 +1,4 @@
-"""`plancast build | inspect | verify`."""
+"""`plancast build | inspect | verify | refit`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("build")(build)
     app.command("inspect")(inspect)
     app.command("verify")(verify)
+    app.command("refit")(refit)
 
 
 def build(
@@ -33,6 +34,10 @@ def build(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe.")
     ] = None,
+    strip_weights: Annotated[
+        bool,
+        typer.Option("--strip-weights", help="Leave the weights out of NVIDIA engines; `plancast refit` puts them in."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Build anew, and replace whatever engine is there.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and what it takes; write nothing.")
@@ -45,6 +50,8 @@ def build(
     from builder.progress import make_progress
     from builder.recipe import load_recipe
 
+    if strip_weights:
+        overrides = [*(overrides or []), "backend.strip_weights=true"]
     loaded = load_recipe(recipe, overrides)
     if dry_run:
         plan = builder.plan_build(loaded, out, force=force)
@@ -90,6 +97,20 @@ def inspect(
     from rich.console import Console
 
     inspection.show(artifact, Console())
+
+
+def refit(
+    artifact: _Artifact,
+    model: Annotated[str | None, typer.Option(help="Where the model lies now. Default: as in the recipe.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Put the weights back into an artifact that was built with --strip-weights."""
+    from builder.progress import make_progress
+    from builder.refit import refit as put_back
+    from runtime.memory import format_size
+
+    manifest = put_back(artifact, model=model, progress=make_progress(quiet=quiet))
+    print(f"{artifact} ({format_size(sum(info.bytes for info in manifest.files.values()))}, with its weights)")
 
 
 def verify(artifact: _Artifact, as_json: _Json = False) -> None:

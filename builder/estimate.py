@@ -11,11 +11,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from builder.quantization.prepare import needs_calibration
 from builder.recipe import Recipe
 from runtime.errors import BuildError
 from runtime.memory import FreeMemory, available_memory, format_size
 
-_DTYPE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "int8": 1.0}
+# With scales; an int4 model's are f32 in the engine. A quantized checkpoint takes 8 bits a weight at most.
+_DTYPE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.75, "fp8": 1.0, "checkpoint": 1.2}
 MIB, GIB = 1 << 20, 1 << 30
 
 # Measured on SmolLM2-135M and a random Llama of 402M parameters (torch 2.13, OpenVINO 2026.4.1, resident bytes with the
@@ -30,6 +32,7 @@ _DISK_MARGIN = 256 * MIB  # stays free
 # Processor seconds of one core (Zen 4), most of them used one core at a time.
 _TRACE_SECONDS, _TRACE_SECONDS_LAYER = 6.0, 0.7
 _COMPILE_SECONDS, _COMPILE_SECONDS_BYTE = 2.0, 10e-9
+_CALIBRATE_SECONDS = 2e-10  # a parameter and calibration token, over all cores: a pass for each group of a layer
 _COMPARE_SECONDS, _COMPARE_SECONDS_PARAMETER = 12.0, 250e-9  # the latter over all cores
 
 
@@ -75,7 +78,8 @@ def estimate(recipe: Recipe, size: ModelSize) -> Estimate:
     weights = int(size.parameters * _DTYPE_BYTES[recipe.weights.dtype])
     base = _LIBRARIES + _LAYER * size.layers
     embedding = 0 if recipe.weights.dtype == "f32" else _EMBEDDING * size.vocab_size * size.hidden_size
-    engine = int(_COMPILED * weights) + embedding
+    held = int(size.parameters * 4.0) if recipe.weights.dtype == "fp8" else weights  # OpenVINO computes fp8 as f32
+    engine = int(_COMPILED * held) + embedding
     # The portable form is mapped on top of what the backend holds.
     memory = {"trace": base, "compile": base + engine + weights}
     seconds = {
@@ -84,6 +88,15 @@ def estimate(recipe: Recipe, size: ModelSize) -> Estimate:
     }
     # While the portable form is written, the weights lie on the disk twice; later the compiled form takes that place.
     disk = {"engine": weights, "compiled form, temporary files": int(1.1 * weights)}
+    if needs_calibration(recipe):
+        tokens = recipe.weights.calibration.samples * recipe.weights.calibration.tokens
+        layer = size.parameters // size.layers
+        # The embedding, a layer with its copies and moments, and what goes into it and comes out.
+        memory["calibrate"] = base + 4 * (
+            size.vocab_size * size.hidden_size + 6 * layer + 12 * tokens * size.hidden_size
+        )
+        seconds["calibrate"] = _CALIBRATE_SECONDS * size.parameters * tokens / (os.cpu_count() or 1)
+        disk["calibration"] = weights
     if recipe.parity.enabled:
         window = 4 * WINDOW * size.vocab_size
         reference = _LIBRARIES + int(_REFERENCE * size.parameters) + 3 * window

@@ -10,7 +10,8 @@ import msgspec
 from builder.layer_graph import GRAPH_NAME, Graphs
 from runtime.artifact import Artifact, read_manifest
 from runtime.errors import ArtifactError
-from runtime.manifest import Manifest, Parity, rebuild_hint
+from runtime.executors.segments.plan import read_plan
+from runtime.manifest import EmbeddingInfo, Manifest, Parity, rebuild_hint
 from runtime.memory import format_size
 
 if TYPE_CHECKING:
@@ -95,9 +96,10 @@ def show(folder: Path, console: Console) -> None:
             ("source sha256", model.sha256 or "not known"),
             ("licence", model.license or "not stated"),
             ("backend", f"{backend.name} {backend.version}, {backend.device}"),
-            ("loads from", f"{backend.blob} (compiled)" if backend.blob else f"{backend.engine} (compiled at load)"),
-            ("hardware", " ".join([manifest.hardware.machine, *manifest.hardware.isa])),
+            ("loads from", _loads_from(manifest)),
+            ("hardware", " ".join([manifest.hardware.machine, *manifest.hardware.isa, *_capabilities(manifest)])),
             ("plugins", ", ".join(f"{name} v{version}" for name, version in manifest.plugins.items()) or "none"),
+            ("draft head", _draft_head(manifest)),
             ("recipe", f"{manifest.recipe.get('name')} ({manifest.recipe_hash[:12]})"),
             ("built", f"{manifest.created} by plancast {manifest.plancast_version}"),
             ("on disk", f"{format_size(derived['files_bytes'])} in {len(manifest.files)} files"),
@@ -125,8 +127,12 @@ def show(folder: Path, console: Console) -> None:
             ("layers", str(len(kv.layers))),
         ],
     )
+    _segments(console, folder, manifest)
     _operators(console, manifest)
-    _parity(console, manifest.parity)
+    if manifest.embedding is None:
+        _parity(console, manifest.parity)
+    else:
+        _embedding(console, manifest.embedding)
     seconds = manifest.build.get("seconds", {})
     peaks = manifest.build.get("peak_memory", {})
     rows = [(name, f"{value:.1f} s, {format_size(peaks.get(name, 0))}") for name, value in seconds.items()]
@@ -135,6 +141,51 @@ def show(folder: Path, console: Console) -> None:
             f"{manifest.build.get('total_seconds', 0):.1f} s, {format_size(manifest.build.get('max_memory', 0))} peak"
         )
         _table(console, "build", [*rows, ("in all", total)])
+
+
+def _capabilities(manifest: Manifest) -> list[str]:
+    return manifest.backend.properties.get("compute_capabilities", "").split()
+
+
+def _loads_from(manifest: Manifest) -> str:
+    backend = manifest.backend
+    if _capabilities(manifest):
+        return f"{backend.engine} (engines and kernels, compiled)"
+    return f"{backend.blob} (compiled)" if backend.blob else f"{backend.engine} (compiled at load)"
+
+
+def _segments(console: Console, folder: Path, manifest: Manifest) -> None:
+    """The engines and kernels of an artifact of segments; of other artifacts nothing."""
+    if not _capabilities(manifest):
+        return
+    from rich.table import Table
+
+    plan = read_plan(folder / manifest.backend.engine, rebuild_hint(manifest.name))
+    table = Table(title="segments", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("engine", "layers", "size", "built in", "tensors in", "out"):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    for segment in plan.segments:
+        tensors = str(len(segment.inputs)), str(len(segment.outputs))
+        row = (segment.file, str(segment.layers), format_size(segment.bytes), f"{segment.seconds:.1f} s", *tensors)
+        table.add_row(*row)
+    total, seconds = sum(s.bytes for s in plan.segments), sum(s.seconds for s in plan.segments)
+    table.add_row(
+        "in all", str(sum(s.layers for s in plan.segments)), format_size(total), f"{seconds:.1f} s", style="bold"
+    )
+    console.print(table)
+    console.print()
+    table = Table(title="kernels", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("kernel", "warps", "parameters", "constants", "compiled for: PTX, shared memory"):
+        table.add_column(name)
+    for name, kernel in plan.kernels.items():
+        images = [
+            f"{capability}: {format_size((folder / image.file).stat().st_size)}, {format_size(image.shared)}"
+            for capability, image in kernel.images.items()
+        ]
+        constants = ", ".join(f"{key} {value}" for key, value in kernel.constants.items())
+        table.add_row(name, str(kernel.num_warps), str(len(kernel.parameters)), constants, "; ".join(images))
+    console.print(table)
+    console.print()
 
 
 def _operators(console: Console, manifest: Manifest) -> None:
@@ -169,6 +220,26 @@ def _parity(console: Console, parity: Parity | None) -> None:
     )
 
 
+def _embedding(console: Console, embedding: EmbeddingInfo) -> None:
+    pooled = f"{embedding.pooling}{', to length 1' if embedding.normalize else ''}"
+    rows = [("vector", f"{embedding.size} entries"), ("pooling", pooled)]
+    if (parity := embedding.parity) is None:
+        rows.append(("not compared", "parity.enabled was false"))
+    else:
+        rows += [
+            (
+                "cosine with transformers",
+                f"{parity.mean_cosine:.6f} on average, {parity.min_cosine:.6f} at least ({parity.prompts} prompts)",
+            ),
+            (
+                "cosine of hidden states",
+                f"{parity.hidden_mean_cosine:.6f} on average, {parity.hidden_min_cosine:.6f} at least "
+                f"({parity.positions} tokens)",
+            ),
+        ]
+    _table(console, "embedding", rows)
+
+
 def _table(console: Console, title: str | None, rows: list[tuple[str, str]]) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -180,3 +251,11 @@ def _table(console: Console, title: str | None, rows: list[tuple[str, str]]) -> 
         table.add_row(name, Text(value))
     console.print(table)
     console.print()
+
+
+def _draft_head(manifest: Manifest) -> str:
+    head = manifest.draft_head
+    if head is None:
+        return "none"
+    shares = " ".join(f"{share:.0%}" for share in head.accepted_by_position)
+    return f"{head.name}, accepted on held-out text by position: {shares or 'not known'}"

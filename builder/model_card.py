@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.manifest import Manifest, Parity
+from runtime.manifest import EmbeddingInfo, Manifest, Parity
 from runtime.memory import format_size
 
 
@@ -38,7 +38,7 @@ def model_card(manifest: Manifest) -> str:
         "",
         f"An engine that plancast built from {model.name}. It needs no network and no source model:",
         "",
-        f"    plancast generate {manifest.name} --chat 'Hello!'",
+        *([] if manifest.embedding else [f"    plancast generate {manifest.name} --chat 'Hello!'"]),
         f"    plancast serve {manifest.name}",
         "",
         "| | |",
@@ -47,11 +47,31 @@ def model_card(manifest: Manifest) -> str:
         "",
         "The weights remain under the licence of the model they were made from.",
         "",
-        *_parity(manifest.parity),
+        *(_parity(manifest.parity) if manifest.embedding is None else _embedding(manifest.embedding)),
         f"`plancast inspect` shows more, `plancast verify` checks every byte. To build it again: `plancast build "
         f"{manifest.name} --force`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _embedding(embedding: EmbeddingInfo) -> list[str]:
+    lines = [
+        f"It embeds: a text becomes {embedding.size} numbers (pooling: {embedding.pooling}"
+        f"{', to length 1' if embedding.normalize else ''}), at `/v1/embeddings`.",
+        "",
+    ]
+    if (parity := embedding.parity) is None:
+        return [*lines, "This engine was not compared with the original model.", ""]
+    return [
+        *lines,
+        "## Compared with the original model (Hugging Face transformers, f32)",
+        "",
+        f"- cosine of {parity.prompts} embeddings: {parity.mean_cosine:.6f} on average, "
+        f"{parity.min_cosine:.6f} at least",
+        f"- cosine of {parity.positions} tokens' hidden states: {parity.hidden_mean_cosine:.6f} on average, "
+        f"{parity.hidden_min_cosine:.6f} at least",
+        "",
+    ]
 
 
 def _parity(parity: Parity | None) -> list[str]:

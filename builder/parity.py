@@ -16,9 +16,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from runtime.executor import Executor
     from zoo.checkpoint import Checkpoint
 
+Answers = TypeVar("Answers")
+
 TEXT = Path(__file__).with_name("parity_text.txt")
 WINDOW = 512  # tokens that are read as one sequence
 MAX_LOGITS_BYTES = (
@@ -40,6 +43,8 @@ MAX_LOGITS_BYTES = (
 )  # of the file that carries the engine's logits: bounds the positions for large vocabularies
 # Prompt lengths, in turn: one token, shorter and longer than a block, and over several blocks.
 PROMPT_LENGTHS = (1, 2, 4, 7, 12, 20, 33, 48, 64, 100, 160, 256)
+
+FINER = "Choose a finer weights, kv or backend.compute dtype, or loosen the bound"
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,40 +108,49 @@ def measure(
     logits = scratch / "logits.f32"
     try:
         progress.update("engine", 0, None)
-        questions, answers = _ask_artifact(artifact, checkpoint, config, logits)
+        questions, answers = ask_artifact(artifact, checkpoint, config, ask_engine, logits)
         release_memory()  # the reference needs what the engine took
         progress.update("reference", 0, None)
-        return Parity(**_ask_reference(checkpoint, questions, answers, logits, scratch, trust_remote_code))
+        task = {"answers": answers}
+        return Parity(**ask_reference(checkpoint, questions, task, logits, scratch, trust_remote_code))
     finally:
         logits.unlink(missing_ok=True)
 
 
-def _ask_artifact(
-    artifact: Artifact, checkpoint: Checkpoint, config: ParityConfig, logits: Path
-) -> tuple[Questions, list[list[int]]]:
-    """The questions for this engine and its answers; nothing of the engine is alive afterwards."""
+def ask_artifact(
+    artifact: Artifact,
+    checkpoint: Checkpoint,
+    config: ParityConfig,
+    ask: Callable[[Executor, Manifest, Questions, Path], Answers],
+    rows: Path,
+    *,
+    row_size: int | None = None,
+) -> tuple[Questions, Answers]:
+    """The questions for this engine and what `ask` has of it; nothing of the engine is alive afterwards.
+
+    `ask` writes a row of `row_size` f32 (None: the vocabulary) a position of the text into the file `rows`.
+    """
     from runtime.executors import open_executor
 
     manifest = artifact.manifest
     executor = open_executor(artifact)
     try:
-        tokens, prefix = _read_text(artifact.path)
-        if max(tokens) >= executor.vocab_size:
-            raise BuildError(
-                f"{checkpoint.name}: its tokenizer gives the token id {max(tokens)}, and the model knows ids below "
-                f"{executor.vocab_size}: tokenizer.json belongs to another model"
-            )
+        tokens, prefix = read_text(artifact.path, executor.vocab_size, checkpoint.name)
         questions = make_questions(
-            tokens, prefix, config, vocab_size=executor.vocab_size, max_context_len=manifest.limits.max_context_len
+            tokens,
+            prefix,
+            config,
+            vocab_size=row_size or executor.vocab_size,
+            max_context_len=manifest.limits.max_context_len,
         )
-        return questions, ask_engine(executor, manifest, questions, logits)
+        return questions, ask(executor, manifest, questions, rows)
     finally:
         executor.close()
 
 
 def check_quality(parity: Parity | None, bounds: QualityConfig) -> None:
     """Raise `BuildError` with the figure and the bound for each bound of the recipe that does not hold."""
-    wanted = [name for name in bounds.__struct_fields__ if getattr(bounds, name) is not None]
+    wanted = [name for name in bounds.__struct_fields__ if name != "min_cosine" and getattr(bounds, name) is not None]
     if not wanted:
         return
     if parity is None:
@@ -153,10 +167,7 @@ def check_quality(parity: Parity | None, bounds: QualityConfig) -> None:
             f"{ratio:.4f}, over quality.max_perplexity_ratio {bounds.max_perplexity_ratio:g}"
         )
     if broken:
-        raise BuildError(
-            f"the engine is not good enough: {'; '.join(broken)}. Choose a finer weights, kv or backend.compute dtype, "
-            "or loosen the bound"
-        )
+        raise BuildError(f"the engine is not good enough: {'; '.join(broken)}. {FINER}")
 
 
 def ask_engine(executor: Executor, manifest: Manifest, questions: Questions, logits: Path) -> list[list[int]]:
@@ -187,19 +198,25 @@ def ask_engine(executor: Executor, manifest: Manifest, questions: Questions, log
             for sequence in delta.sequences:
                 answers[int(delta.request_id)] += sequence.new_token_ids
     core.close()
-    with logits.open("wb") as file:
-        for window in questions.windows:
-            for rows in _read_window(executor, window, manifest.limits.max_num_batched_tokens):
-                if not np.isfinite(rows).all():
-                    raise BuildError(
-                        "the engine gives logits that are not finite; choose a wider backend.compute dtype"
-                    )
-                rows.tofile(file)
+    read_windows(executor, questions, manifest, logits)
     return answers
 
 
+def read_windows(executor: Executor, questions: Questions, manifest: Manifest, target: Path) -> None:
+    """Write the executor's rows of output for each position of the text into the file `target`, f32.
+
+    Raises `BuildError` where they are not finite.
+    """
+    with target.open("wb") as file:
+        for window in questions.windows:
+            for rows in _read_window(executor, window, manifest.limits.max_num_batched_tokens):
+                if not np.isfinite(rows).all():
+                    raise BuildError("the engine's output is not finite; choose a wider backend.compute dtype")
+                rows.tofile(file)
+
+
 def _read_window(executor: Executor, window: list[int], chunk: int) -> Any:
-    """The logits [T, V] of each chunk of `window`, read as one sequence from its start."""
+    """The output [T, V] of each chunk of `window`, read as one sequence from its start."""
     from runtime.executor import StepBatch
 
     block_size = executor.kv_layout.block_size
@@ -221,27 +238,38 @@ def _read_window(executor: Executor, window: list[int], chunk: int) -> Any:
         )
 
 
-def _read_text(folder: Path) -> tuple[list[int], list[int]]:
-    """The text's token ids, and those that the tokenizer puts before any text."""
+def read_text(folder: Path, vocab_size: int, name: str) -> tuple[list[int], list[int]]:
+    """The text's token ids, and those that the tokenizer puts before any text.
+
+    Raises `BuildError` where the tokenizer of the model `name` knows more tokens than the model.
+    """
     from runtime.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder)
     text = TEXT.read_text(encoding="utf-8").replace("\n---\n", "\n")
     bos = tokenizer.bos_token_id
-    return tokenizer.encode(text, add_special_tokens=False), [bos] if tokenizer.adds_bos and bos is not None else []
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if max(tokens) >= vocab_size:
+        raise BuildError(
+            f"{name}: its tokenizer gives the token id {max(tokens)}, and the model knows ids below {vocab_size}: "
+            "tokenizer.json belongs to another model"
+        )
+    return tokens, [bos] if tokenizer.adds_bos and bos is not None else []
 
 
-def _ask_reference(
-    checkpoint: Checkpoint, questions: Questions, answers: list[list[int]], logits: Path, scratch: Path, trust: bool
+def ask_reference(
+    checkpoint: Checkpoint, questions: Questions, answers: dict[str, Any], output: Path, scratch: Path, trust: bool
 ) -> dict[str, Any]:
-    """Run `builder.parity_reference` on the questions and return its figures."""
-    task = {
+    """Run `builder.parity_reference` on the questions and return its figures.
+
+    `answers` are the engine's, in the form that it reads; `output` is the file that `read_windows` wrote.
+    """
+    task = answers | {
         "folder": str(checkpoint.folder),
         "trust_remote_code": trust,
         "prompts": questions.prompts,
-        "answers": answers,
         "windows": questions.windows,
-        "logits": str(logits),
+        "output": str(output),
         "parent": os.getpid(),
     }
     path = scratch / "questions.json"

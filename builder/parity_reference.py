@@ -1,7 +1,7 @@
 """The reference's half of `builder.parity`, a process of its own: `python -m builder.parity_reference QUESTIONS.json`.
 
 Reads the questions and the engine's answers, asks the Hugging Face model in f32, and prints one line of JSON with the
-fields of `runtime.manifest.Parity`.
+fields of `runtime.manifest.Parity`, or of `EmbeddingParity` where the answers are embeddings.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ def main(path: str) -> None:
     import torch
 
     with torch.inference_mode():
-        model = load_reference(task["folder"], trust_remote_code=task["trust_remote_code"])
-        figures = {**compare_greedy(model, task), **compare_text(model, task)}
+        embeds = "embeddings" in task
+        model = load_reference(task["folder"], trust_remote_code=task["trust_remote_code"], base=embeds)
+        if embeds:
+            figures = {**compare_embeddings(model, task), **compare_hidden(model, task)}
+        else:
+            figures = {**compare_greedy(model, task), **compare_text(model, task)}
     print(json.dumps(figures))
 
 
-def load_reference(folder: str, *, trust_remote_code: bool) -> Any:
-    """The Hugging Face model of `folder`, in f32, from safetensors, with no network."""
+def load_reference(folder: str, *, trust_remote_code: bool, base: bool = False) -> Any:
+    """The Hugging Face model of `folder` (`base`: without its head), in f32, from safetensors, with no network."""
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    kind = transformers.AutoModel if base else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(
         folder,
         dtype=torch.float32,
         local_files_only=True,
@@ -73,7 +78,7 @@ def compare_text(model: Any, task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     positions = sum(len(window) for window in task["windows"])
-    engine = np.memmap(task["logits"], np.float32, "r").reshape(positions, -1)
+    engine = np.memmap(task["output"], np.float32, "r").reshape(positions, -1)
     divergences: list[float] = []
     agreed = 0
     engine_nll = reference_nll = 0.0
@@ -102,6 +107,44 @@ def compare_text(model: Any, task: dict[str, Any]) -> dict[str, Any]:
         "perplexity": float(np.exp(engine_nll / max(1, scored))),
         "reference_perplexity": float(np.exp(reference_nll / max(1, scored))),
     }
+
+
+def compare_embeddings(model: Any, task: dict[str, Any]) -> dict[str, Any]:
+    """Cosines between the engine's pooled vectors and the model's own."""
+    cosines = []
+    for prompt, ours in zip(task["prompts"], task["embeddings"], strict=True):
+        hidden = _hidden(model, prompt)
+        theirs = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.mean(0)}[task["pooling"]]
+        cosines += _cosines(np.array([ours]), theirs[None]).tolist()
+    return {"prompts": len(cosines), "min_cosine": min(cosines), "mean_cosine": float(np.mean(cosines))}
+
+
+def compare_hidden(model: Any, task: dict[str, Any]) -> dict[str, Any]:
+    """Cosines between the hidden states of each token of the text's windows."""
+    positions = sum(len(window) for window in task["windows"])
+    engine = np.memmap(task["output"], np.float32, "r").reshape(positions, -1)
+    cosines: list[float] = []
+    for window in task["windows"]:
+        at = len(cosines)
+        cosines += _cosines(engine[at : at + len(window)], _hidden(model, window)).tolist()
+    return {
+        "positions": positions,
+        "hidden_min_cosine": min(cosines),
+        "hidden_mean_cosine": float(np.mean(cosines)),
+    }
+
+
+def _hidden(model: Any, tokens: list[int]) -> Any:
+    """The last hidden states f64 [T, H] of `tokens`."""
+    import torch
+
+    return model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0].double().numpy()
+
+
+def _cosines(ours: Any, theirs: Any) -> Any:
+    """The cosine f64 [N] of each pair of rows [N, H]."""
+    ours = ours.astype(np.float64)
+    return (ours * theirs).sum(-1) / (np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1)).clip(1e-300)
 
 
 def _logits(model: Any, tokens: list[int], *, keep: int) -> Any:

@@ -8,6 +8,7 @@ import os
 import threading
 from pathlib import Path
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -32,6 +33,14 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed: large tensors that come and go then cost no page faults."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(option, 1 << 30)
 
 
 class MemoryMeter:

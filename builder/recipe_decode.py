@@ -21,6 +21,8 @@ from zoo.suggest import nearest
 _SYNONYMS = {
     "float32": "f32", "fp32": "f32", "float": "f32", "float16": "f16", "fp16": "f16", "half": "f16", "bfloat16": "bf16",
     "i8": "int8", "u8": "int8", "q8_0": "int8", "8bit": "int8", "w8a16": "int8",
+    "i4": "int4", "u4": "int4", "q4_0": "int4", "4bit": "int4", "w4a16": "int4", "fp8_e4m3": "fp8", "float8": "fp8",
+    "e4m3": "fp8", "imported": "checkpoint", "round": "rtn", "nearest": "rtn", "-1": "channel", "0": "channel",
 }  # fmt: skip
 
 KeyPath = tuple[str, ...]
@@ -32,7 +34,10 @@ def decode(root: Node) -> Recipe:
     value = decoder.struct(root, Recipe, ())
     if decoder.problems:
         raise RecipeError("\n".join(decoder.problems))
-    return msgspec.convert(value, Recipe)
+    try:
+        return msgspec.convert(value, Recipe)
+    except PlancastError as error:  # keys of a section that contradict each other
+        raise RecipeError(f"{root.where}: {error}") from None
 
 
 def layer_problems(layer: Node) -> list[str]:
@@ -147,12 +152,15 @@ class _Decoder:
         return value
 
     def choice(self, node: Node, allowed: list[Any], path: KeyPath) -> Any:
-        if node.value in allowed and type(node.value) is str:
+        if any(type(node.value) is type(one) and node.value == one for one in allowed):
             return node.value
-        hint = suggestion(node.text, allowed)
-        return self.problem(node, path, f"{_show(node)} is not allowed; allowed: {', '.join(allowed)}{hint}")
+        words = [str(one) for one in allowed]
+        hint = suggestion(node.text, words)
+        return self.problem(node, path, f"{_show(node)} is not allowed; allowed: {', '.join(words)}{hint}")
 
     def sequence(self, node: Node, kind: Any, path: KeyPath) -> Any:
+        if get_origin(kind) is Literal and isinstance(node.value, str):  # one word is a list of one
+            return [self.value(node, kind, path)]
         if not isinstance(node.value, list):
             return self.problem(node, path, f"{_show(node)} is {describe(node.value)}; a list is expected: [a, b]")
         return [self.value(item, kind, (*path, str(i))) for i, item in enumerate(node.value)]

@@ -15,7 +15,7 @@ from runtime.errors import RecipeError
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 # A bare word for these sections is short for these keys of theirs.
-_SHORT_FORMS = {"weights": ("dtype",), "kv": ("key", "value")}
+_SHORT_FORMS = {"weights": ("dtype",), "kv": ("key", "value"), "speculation": ("method",)}
 
 
 def shipped() -> list[str]:
@@ -141,6 +141,20 @@ def _anchor_model(node: Node, folder: Path) -> Node:
         if prefix or is_folder or rest.startswith((".", "~", os.sep)):
             path = os.path.abspath(folder / Path(rest).expanduser())
             node.value["model"] = replace(entry, value=f"{prefix}{path}")
+    return _anchor_text(node, folder)
+
+
+def _anchor_text(node: Node, folder: Path) -> Node:
+    """The same for the calibration text's path."""
+    calibration = node
+    for key in ("weights", "calibration"):
+        calibration = calibration.value.get(key) if isinstance(calibration.value, dict) else None
+        if calibration is None:
+            return node
+    entry = calibration.value.get("text") if isinstance(calibration.value, dict) else None
+    if entry is not None and isinstance(entry.value, str):
+        path = os.path.abspath(folder / Path(entry.value).expanduser())
+        calibration.value["text"] = replace(entry, value=path)
     return node
 
 

@@ -11,9 +11,10 @@ import errno
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from builder.layer_graph import Graphs, LayerGraph, extract_layer, operator_counts, weight_bytes
@@ -25,8 +26,11 @@ from runtime.manifest import BackendInfo
 from zoo.progress import Progress
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx_ir as ir
+    from numpy.typing import NDArray
 
+    from builder.quantization.prepare import PreparedWeights
     from zoo.checkpoint import Checkpoint
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript")
@@ -83,6 +87,19 @@ def require_libraries() -> None:
         raise BuildError(f"building needs {', '.join(missing)}, which serving does not: pip install 'plancast[build]'")
 
 
+def require_device(recipe: Recipe) -> None:
+    """Raise `BuildError` where parity is to run an engine that this machine cannot run."""
+    if recipe.backend.name.startswith("tensorrt") and recipe.parity.enabled:
+        from runtime.executors.segments.cuda import load_driver
+
+        try:
+            load_driver()
+        except PlancastError as error:
+            raise BuildError(
+                f"parity runs the engine, and {error}; build without it: --set parity.enabled=false"
+            ) from None
+
+
 def pull(recipe: Recipe, progress: Progress) -> Checkpoint:
     """The recipe's model on disk. Raises `ZooError` where it cannot be had, `BuildError` where it is too short."""
     import zoo
@@ -102,13 +119,22 @@ def check_context(recipe: Recipe, name: str, length: int | None) -> None:
         )
 
 
-def trace(checkpoint: Checkpoint, recipe: Recipe) -> TracedGraph:
-    """Trace the checkpoint. Raises `BuildError` where the model is of a kind that cannot be traced right."""
+def trace(
+    checkpoint: Checkpoint, recipe: Recipe, dense: Mapping[str, NDArray[np.float32]] | None = None
+) -> TracedGraph:
+    """Trace the checkpoint, with `dense` in place of its own weights of these names.
+
+    Raises `BuildError` where the model is of a kind that cannot be traced right.
+    """
     from builder import trace as tracer
 
     model = tracer.trace(
-        checkpoint, max_context_len=recipe.limits.max_context_len, trust_remote_code=recipe.trust_remote_code
+        checkpoint,
+        max_context_len=recipe.limits.max_context_len,
+        trust_remote_code=recipe.trust_remote_code,
+        task=recipe.task,
     )
+    _replace(model, dense or {})
     values = tuple(model.graph.initializers.values())
     return TracedGraph(model, operator_counts(model), extract_layer(model), values)
 
@@ -121,11 +147,13 @@ def fuse(traced: TracedGraph, recipe: Recipe, progress: Progress) -> FusedGraph:
     return FusedGraph(model, operator_counts(model), traced)
 
 
-def quantize(fused: FusedGraph, recipe: Recipe, progress: Progress) -> QuantizedGraph:
-    """Bring the graph into the recipe's dtypes (`fused.model` is used up)."""
+def quantize(
+    fused: FusedGraph, recipe: Recipe, progress: Progress, prepared: PreparedWeights | None = None
+) -> QuantizedGraph:
+    """Bring the graph into the recipe's dtypes (`fused.model` is used up), with what was `prepared` for it."""
     from builder import passes
 
-    model = passes.run_passes(fused.model, recipe, _teller(progress), passes=passes.precision_passes())
+    model = passes.run_passes(fused.model, recipe, _teller(progress), passes=passes.precision_passes(prepared))
     return QuantizedGraph(model, operator_counts(model), weight_bytes(model), extract_layer(model), fused.traced)
 
 
@@ -135,8 +163,7 @@ def compile_engine(graph: QuantizedGraph, recipe: Recipe, folder: Path, progress
     Raises:
         BuildError: the backend cannot compile it.
     """
-    from builder.backends import openvino as backend
-
+    backend = _backend(recipe)
     try:
         info = backend.compile_engine(graph.model, recipe, folder, progress)
         layout = backend.kv_layout(graph.model, recipe)
@@ -151,6 +178,34 @@ def compile_engine(graph: QuantizedGraph, recipe: Recipe, folder: Path, progress
     return CompiledEngine(
         folder, info, layout, graph.operators, traced.operators, graph.weights, Graphs(traced.layer, graph.layer)
     )
+
+
+def _replace(model: ir.Model, dense: Mapping[str, NDArray[np.float32]]) -> None:
+    """Let initializers hold other values. A name that the graph does not have is a fault of whoever made it."""
+    import onnx_ir as ir
+
+    for name, array in dense.items():
+        value = model.graph.initializers[name]
+        value.const_value = ir.Tensor(array, name=name)
+
+
+def _backend(recipe: Recipe) -> ModuleType:
+    """The backend's module: `compile_engine` and `kv_layout`."""
+    if recipe.backend.name == "torch":
+        from builder.backends import torch
+
+        return torch
+    if recipe.backend.name == "tensorrt":
+        from builder.backends import tensorrt
+
+        return tensorrt
+    if recipe.backend.name == "tensorrt_rtx":
+        from builder.backends import tensorrt_rtx
+
+        return tensorrt_rtx
+    from builder.backends import openvino
+
+    return openvino
 
 
 def _teller(progress: Progress) -> Callable[[str], None]:

@@ -7,6 +7,7 @@ from array import array
 from runtime.config import EngineConfig
 from runtime.errors import RequestError
 from runtime.messages import EngineRequest
+from runtime.pooling import Pooler
 from runtime.sequence import Request, Sequence, worst_case_blocks
 
 
@@ -18,6 +19,8 @@ class RequestGate:
         self.vocab_size = vocab_size
         self.num_blocks = num_blocks
         self.block_size = block_size
+        # A prompt to embed may fill the context: the one token that it is said to generate never comes.
+        self._max_total = config.max_context_len + (config.pooling is not None)
         self._eos_token_ids = frozenset(config.eos_token_ids)
         self._arrivals = 0
 
@@ -32,7 +35,7 @@ class RequestGate:
         self._check_prompt(prompt)
         params.verify(
             vocab_size=self.vocab_size,
-            max_context_len=self.config.max_context_len,
+            max_context_len=self._max_total,
             prompt_len=len(prompt),
             max_logprobs=-1,
         )
@@ -53,6 +56,9 @@ class RequestGate:
             request.wants_prompt_logprobs = True
             request.reads_cache = False  # a cached token has no logits
             request.prompt_logprobs.append(None)  # nothing precedes the first token
+        if self.config.pooling is not None:
+            request.pooler = Pooler(self.config.pooling)
+            request.reads_cache = self.config.pooling == "last"  # the others want every token's hidden state
         self._add_sequences(request)
         return request
 
@@ -68,7 +74,7 @@ class RequestGate:
 
     def _max_total_tokens(self, prompt_len: int, max_tokens: int | None, width: int) -> int:
         """Tokens that one sequence may reach: what was asked for, or all that context and KV cache allow."""
-        context, size = self.config.max_context_len, self.block_size
+        context, size = self._max_total, self.block_size
         wanted = prompt_len + (max_tokens or 1)
         if wanted > context:
             raise RequestError(
@@ -112,6 +118,22 @@ class RequestGate:
                 sequence.finish_reason = "resumed"
             else:
                 request.live.append(sequence)
+        self._count_unshared(request)
+
+    def _count_unshared(self, request: Request) -> None:
+        """A sequence that has not begun computes the prompt's last token itself: it cannot share a block that ends with
+        it."""
+        has_begun = [len(sequence.tokens) > request.num_prompt_tokens for sequence in request.live]
+        if all(has_begun) or request.num_prompt_tokens % self.block_size:
+            return
+        request.unshared_blocks = len(has_begun) - 1
+        needed = request.max_blocks(self.block_size)
+        if needed > self.num_blocks:
+            raise RequestError(
+                f"{len(has_begun)} sequences of which some have no token yet need up to {needed} KV blocks, and the "
+                f"engine has {self.num_blocks}",
+                "resume_token_ids",
+            )
 
     def _check_resumed(self, request: Request, output: list[int]) -> None:
         if request.num_prompt_tokens + len(output) > request.max_total_tokens:

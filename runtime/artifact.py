@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 import plugins
 from runtime.errors import ArtifactError
 from runtime.hardware import this_machine
@@ -75,6 +77,16 @@ class Artifact:
     def optional_file(self, name: str) -> Path | None:
         """The path of the file `name`, or None where the manifest does not list it."""
         return self.path / name if name in self.manifest.files else None
+
+    def draft_head(self) -> Artifact | None:
+        """The same artifact seen as that of its head's engine; None where it has none."""
+        head = self.manifest.draft_head
+        if head is None:
+            return None
+        manifest = msgspec.structs.replace(
+            self.manifest, name=head.name, backend=head.backend, kv=head.kv, plugins=head.plugins, draft_head=None
+        )
+        return Artifact(self.path, manifest, self.notes)
 
     @property
     def blob(self) -> Path | None:
@@ -210,7 +222,8 @@ def _check_backend(manifest: Manifest, hint: str) -> None:
 
 def _check_plugins(manifest: Manifest, hint: str) -> None:
     installed = installed_plugins()
-    for op_type, version in manifest.plugins.items():
+    needed = manifest.plugins | (manifest.draft_head.plugins if manifest.draft_head is not None else {})
+    for op_type, version in needed.items():
         if op_type not in installed:
             raise ArtifactError(f"{manifest.name}: needs the plugin {op_type} v{version}, unknown here; {hint}")
         if installed[op_type] != version:

@@ -6,18 +6,14 @@ import asyncio
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.client.frontend import Frontend, Prompt
+from runtime.client.loaded_model import LoadedModel
 from runtime.client.mailbox import Mailbox, deliver
-from runtime.messages import EngineRequest, EngineStats, Ready
+from runtime.messages import EngineRequest, EngineStats
 from runtime.outputs import RequestOutput
 from runtime.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from runtime.chat_template import ChatTemplate
-    from runtime.manifest import Manifest
-    from runtime.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM", "RequestStream"]
 
@@ -73,7 +69,7 @@ class RequestStream:
             self._llm._frontend.abort([self.request_id])
 
 
-class AsyncLLM:
+class AsyncLLM(LoadedModel):
     """A loaded engine. Blocks until it is ready: `await AsyncLLM.start(...)` does so beside the event loop.
 
         async with await AsyncLLM.start("artifacts/smollm2-135m-cpu") as llm:
@@ -84,8 +80,8 @@ class AsyncLLM:
         artifact: its folder.
         in_process: False: the engine runs in a process of its own, which is replaced when it dies, and the streams go
             on. True: in a thread of this process.
-        options: see `runtime.client.frontend.Frontend`: num_threads, kv_cache_memory, verify, max_logprobs, and the
-            fields of `EngineConfig` (max_num_seqs, scheduling_policy, iteration_log, ...).
+        options: see `runtime.client.frontend.Frontend`: num_threads, kv_cache_memory, speculative_config,
+            verify, max_logprobs, and the fields of `EngineConfig` (max_num_seqs, scheduling_policy, ...).
 
     Raises:
         PlancastError: the artifact, an option or the memory does not serve. The message says what to do.
@@ -140,6 +136,32 @@ class AsyncLLM:
         self._frontend.submit(request, text, box, stream=not final)
         return RequestStream(self, request, box)
 
+    def embed(
+        self,
+        prompt: Prompt,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Start a request for a prompt's embedding; its one output has `embedding` set (`runtime.pooling`).
+
+        Arguments and errors otherwise as of `generate`. Raises `RequestError` where the engine does not embed.
+        """
+        request, text = self._frontend.prepare_embedding(
+            prompt,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            request_id=request_id,
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+        )
+        box = Mailbox(asyncio.get_running_loop())
+        self._frontend.submit(request, text, box, stream=False)
+        return RequestStream(self, request, box)
+
     async def check_structured_outputs(self, structured_outputs: dict[str, Any]) -> None:
         """Compile a grammar beside the event loop. `generate` then finds it compiled; else it compiles in the call.
 
@@ -154,23 +176,6 @@ class AsyncLLM:
 
     # The model
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._frontend.tokenizer
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._frontend.chat_template
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._frontend.manifest
-
-    @property
-    def max_context_len(self) -> int:
-        """Tokens of prompt and output together."""
-        return self._frontend.max_context_len
-
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """A prompt's token ids, as `generate` takes it. Raises `RequestError`."""
         return self._frontend.tokenize(prompt, add_special_tokens=add_special_tokens)[1]
@@ -183,16 +188,7 @@ class AsyncLLM:
         """A conversation as a prompt for `generate`. Options go to the template. Errors as of `render_chat`."""
         return self._frontend.chat_prompt(messages, **options)
 
-    def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """What the model's generation config sets, with `changes` on top."""
-        return self._frontend.default_sampling_params(**changes)
-
     # The engine
-
-    @property
-    def ready(self) -> Ready:
-        """What the engine said when it had loaded: process id, KV blocks, load time."""
-        return self._frontend.engine.ready
 
     @property
     def is_alive(self) -> bool:
@@ -215,6 +211,13 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> int:
         """Forget every cached block. Returns how many there were. Raises `EngineDeadError`."""
         return await self._call("reset_prefix_cache")
+
+    async def set_speculation(self, enabled: bool) -> bool:
+        """Switch drafting on or off while requests run; no text changes by it. Returns what it was.
+
+        Raises `PlancastError` where the engine was loaded without a method to draft with.
+        """
+        return await self._call("set_speculation", enabled=enabled)
 
     async def _call(self, method: str, **args: Any) -> Any:
         return await asyncio.wrap_future(self._frontend.engine.call(method, **args))

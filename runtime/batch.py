@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 
 from runtime.executor import StepBatch
-from runtime.scheduler import ScheduledStep
+from runtime.scheduling.step import ScheduledStep
 
 
 def build_batch(step: ScheduledStep, block_size: int) -> StepBatch:
@@ -23,7 +23,7 @@ def build_batch(step: ScheduledStep, block_size: int) -> StepBatch:
         sequence, count = part.sequence, part.num_tokens
         start = sequence.num_computed
         end = start + count
-        if count == 1:
+        if count == 1:  # never a draft: those follow a token of the sequence's own
             token_ids.append(sequence.tokens[start])
             positions.append(start)
             if part.num_rows:

@@ -7,13 +7,16 @@ length^length_penalty, the length counting generated tokens. Scores are float32,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.errors import GenerationError
 from runtime.logits_processors import LogitsProcessor
+from runtime.logprobs import not_finite
 from runtime.sampling.rows import ChunkedExp, top_ids
 
 
@@ -72,7 +75,7 @@ class BeamSearch:
     def step(self, logits: NDArray[np.float32]) -> list[BeamMove]:
         """Take the logits f32 [live beams, V], in the beams' order. Returns the next step's beams, best first.
 
-        Once `is_done`, the moves no longer matter.
+        Once `is_done`, the moves no longer matter. Raises `GenerationError` where the logits are not finite.
         """
         candidates = self._candidates(logits)
         length = len(self._beams[0].token_ids) + 1
@@ -104,10 +107,13 @@ class BeamSearch:
             self._exp = ChunkedExp(logits.shape[1])
         found: list[tuple[np.float32, int, int]] = []
         for parent, (row, beam) in enumerate(zip(logits, self._beams, strict=True)):
-            log_probs = row - np.float32(self._exp.log_sum(row))
+            log_sum = self._exp.log_sum(row)
+            if math.isnan(log_sum):
+                raise GenerationError(not_finite(float(row.max())))
+            log_probs = row - np.float32(log_sum)
             for processor in beam.processors:
                 processor.apply(log_probs)
-            ids = top_ids(log_probs, self._num_candidates)
+            ids = top_ids(log_probs, self._num_candidates, self._exp)
             scores = log_probs[ids] + beam.score
             found += [(s, parent, t) for s, t in zip(scores, ids.tolist(), strict=True) if s > -np.inf]
         found.sort(key=lambda candidate: -candidate[0])

@@ -42,6 +42,14 @@ MaxNumSeqs = Annotated[int | None, _engine(min=1, help="Sequences to run side by
 MaxNumBatchedTokens = Annotated[int | None, _engine(min=1, help="Tokens of one step, at most.")]
 PrefixCaching = Annotated[bool | None, _engine(help="Reuse what several prompts begin with.")]
 SchedulingPolicy = Annotated[str | None, _engine(metavar="fcfs|priority", help="Who runs first.")]
+SpeculativeConfig = Annotated[
+    str | None,
+    _engine(
+        metavar="JSON",
+        help='How to draft tokens: \'{"method": "ngram", "num_speculative_tokens": 5}\', or a method alone: ngram, '
+        "suffix, off. Default: as the recipe says.",
+    ),
+]
 IterationLogFile = Annotated[Path | None, _engine(metavar="FILE", help="Write a line a step (JSONL; plancast trace).")]
 SeparateProcess = Annotated[
     bool, _engine("--separate-process", help="Run the engine in a process of its own, which is replaced if it dies.")

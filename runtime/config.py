@@ -7,7 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from runtime.errors import PlancastError
-from runtime.manifest import Manifest
+from runtime.manifest import Manifest, Pooling
+from runtime.speculation.config import SpeculationConfig
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +32,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_preemptions: int = 3  # after so many a request's worst case is reserved, and nothing preempts it
     starvation_turn: int = 8  # with priorities, one admission in so many goes to whoever waits longest
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    swap_space: int = 1 << 30  # bytes of the swap file, when preempted sequences are swapped
+    swap_cached_blocks: bool = False  # evicted prefix-cache blocks go to the swap file, and a hit brings them back
+    swap_space: int = 1 << 30  # bytes of the swap file, where anything is swapped
     swap_folder: str | None = None  # None: the system's temporary folder
     ttft_slo: float | None = None
     tpot_slo: float | None = None  # prefill chunks are sized so that a step with decodes stays below it
     iteration_log: str | None = None  # JSONL file, one line a step
+    speculation: SpeculationConfig = SpeculationConfig()
+    pooling: Pooling | None = None  # the engine gives hidden states, pooled so; None: it gives logits
 
     def __post_init__(self) -> None:
         for name in ("max_context_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "starvation_turn"):
@@ -57,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) not in allowed:
                 raise PlancastError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        if self.pooling is not None and self.speculation.is_on:
+            raise PlancastError("speculation drafts what an engine generates, and this one embeds: turn it off")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise PlancastError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}: "
@@ -92,6 +98,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "scheduling_policy": defaults.scheduling_policy,
             "ttft_slo": defaults.ttft_slo,
             "tpot_slo": defaults.tpot_slo,
+            "speculation": defaults.speculation,
+            "pooling": manifest.embedding.pooling if manifest.embedding is not None else None,
         }
         values.update({name: value for name, value in overrides.items() if value is not None})
         if values["max_context_len"] > limits.max_context_len:

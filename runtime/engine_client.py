@@ -40,6 +40,8 @@ logger = logging.getLogger("plancast.engine")
 SHUT_DOWN = "the engine was shut down before the request ended"
 # Deaths of an engine's process, within a window of time, that are mended.
 MAX_RESTARTS = 3
+# A step that takes longer hangs: then the process is killed and replaced.
+STEP_TIMEOUT_S = 300.0
 # A shutdown may take this long over its drain time: a step in progress ends first.
 STOP_GRACE_S = 10.0
 
@@ -263,14 +265,19 @@ _GAUGES = {
     "num_blocks",
     "num_free_blocks",
     "num_cached_blocks",
+    "num_spilled_blocks",
     "peak_used_blocks",
     "block_size",
     "block_states",
+    "speculation_enabled",
 }
-_COUNTERS = [name for name in EngineStats.__struct_fields__ if name not in _GAUGES]
+_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+_COUNTERS = [name for name in EngineStats.__struct_fields__ if name not in _GAUGES and name != _PER_POSITION]
 
 
 def add_counters(stats: EngineStats, earlier: EngineStats) -> EngineStats:
     """`stats` with the counters of cores that died before on top, so that counters only grow."""
-    sums = {name: getattr(stats, name) + getattr(earlier, name) for name in _COUNTERS}
+    sums: dict[str, Any] = {name: getattr(stats, name) + getattr(earlier, name) for name in _COUNTERS}
+    both = itertools.zip_longest(getattr(stats, _PER_POSITION), getattr(earlier, _PER_POSITION), fillvalue=0)
+    sums[_PER_POSITION] = [now + before for now, before in both]
     return msgspec.structs.replace(stats, **sums)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from runtime.errors import PlancastError
 from runtime.messages import (
     AbortRequests,
     EngineRequest,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 IDLE_WAIT_S = 1.0
 # Step outputs carry a snapshot of the counters this often, so that they outlive the core.
 STATS_INTERVAL_S = 0.5
+# A core whose steps bring nothing to tell says so this often: silence means a step that does not end.
+HEARTBEAT_S = 1.0
 
 
 class Channel(Protocol):
@@ -47,20 +50,55 @@ class EngineLoop:
         self._is_wanted = is_wanted
         self._deadline: float | None = None  # monotonic; set once shutting down
         self._stats_due = 0.0
+        self._heartbeat_due = 0.0
         self._peak_used_blocks = 0
+        self._pending: StepOutputs | None = None  # of the last step, told beside the next one
+        self._held: list[ToEngine] = []  # came beside a step, and must wait for its end
 
     def run(self) -> None:
         """Returns when shut down. Whatever the executor raises in a step passes through."""
+        beside = self._beside if self._core.runs_beside else None
+        try:
+            self._run(beside)
+        finally:
+            self._send_pending()
+
+    def _run(self, beside: Callable[[], None] | None) -> None:
         while self._is_wanted() and not self._is_over():
-            for message in self._channel.receive(0.0 if self._core.has_work() else self._idle_wait()):
+            for message in self._receive(0.0 if self._core.has_work() else self._idle_wait()):
                 self._handle(message)
             if self._core.has_work() and not self._is_over():
-                outputs = self._core.step()
+                outputs = self._core.step(beside)
                 pool = self._core.kv.pool
                 self._peak_used_blocks = max(self._peak_used_blocks, pool.num_blocks - pool.num_free)
-                if outputs.deltas:
-                    self._attach_stats(outputs)
-                    self._channel.send(outputs)
+                self._send_pending()
+                now = time.monotonic()
+                if outputs.deltas or now >= self._heartbeat_due:
+                    self._attach_stats(outputs, now)
+                    self._pending = outputs
+                    self._heartbeat_due = now + HEARTBEAT_S
+                if beside is None or not self._core.has_work():
+                    self._send_pending()
+
+    def _receive(self, timeout: float) -> list[ToEngine]:
+        """What was held back while the last step ran, then what is there now."""
+        held, self._held = self._held, []
+        return held + self._channel.receive(0.0 if held else timeout)
+
+    def _beside(self) -> None:
+        """While the device computes: tell what the last step brought, and take in new requests."""
+        self._send_pending()
+        for message in self._channel.receive(0.0):
+            # Once one must wait for the end of the step, all after it do: an order is an order.
+            if self._held or not isinstance(message, EngineRequest):
+                self._held.append(message)
+            else:
+                self._handle(message)
+
+    def _send_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._channel.send(pending)
 
     def _is_over(self) -> bool:
         if self._deadline is None:
@@ -70,8 +108,7 @@ class EngineLoop:
     def _idle_wait(self) -> float:
         return 0.0 if self._deadline is not None else IDLE_WAIT_S
 
-    def _attach_stats(self, outputs: StepOutputs) -> None:
-        now = time.monotonic()
+    def _attach_stats(self, outputs: StepOutputs, now: float) -> None:
         if outputs.stats is None and now >= self._stats_due:
             outputs.stats = self._stats()
             self._stats_due = now + STATS_INTERVAL_S
@@ -101,6 +138,11 @@ class EngineLoop:
                 return UtilityReply(call_id=call.call_id, result="pong")
             case "stats":
                 return UtilityReply(call_id=call.call_id, result=self._stats(**call.args))
+            case "set_speculation":
+                try:
+                    return UtilityReply(call_id=call.call_id, result=self._core.set_speculation(**call.args))
+                except PlancastError as error:
+                    return UtilityReply(call_id=call.call_id, error=str(error))
             case "reset_prefix_cache":
                 return UtilityReply(call_id=call.call_id, result=self._core.reset_prefix_cache())
             case _:

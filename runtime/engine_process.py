@@ -53,6 +53,20 @@ class EngineSpec(msgspec.Struct, kw_only=True, frozen=True):
     factory: str = DEFAULT_FACTORY
     factory_args: dict[str, Any] = {}
 
+    def restarted(self, number: int) -> EngineSpec:
+        """What the process after `number` deaths opens: each writes an iteration log of its own, beside the first."""
+        log = self.config.iteration_log
+        if log is None or not number:
+            return self
+        stem, suffix = os.path.splitext(log)
+        config = msgspec.structs.replace(self.config, iteration_log=f"{stem}.restart-{number}{suffix}")
+        return msgspec.structs.replace(self, config=config)
+
+    def switched(self, enabled: bool) -> EngineSpec:
+        """The same with speculation switched on or off at the start."""
+        speculation = msgspec.structs.replace(self.config.speculation, enabled=enabled)
+        return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, speculation=speculation))
+
 
 class Launch(msgspec.Struct, kw_only=True):
     """What the client tells its new process."""
@@ -67,14 +81,15 @@ class OpenEngine:
     """A core with all that it stands on."""
 
     core: EngineCore
-    executor: Executor
+    executors: list[Executor]  # the target's, and the draft's where there is one
     grammars: GrammarCompiler | None
     ready: Ready
 
     def close(self) -> None:
         """Free everything. Idempotent."""
         self.core.close()
-        self.executor.close()
+        for executor in self.executors:
+            executor.close()
         if self.grammars is not None:
             self.grammars.close()
 
@@ -88,9 +103,10 @@ def open_engine(spec: EngineSpec) -> OpenEngine:
     from runtime.engine_core import EngineCore
     from runtime.memory import plan_kv_cache
     from runtime.sampler import Sampler
+    from runtime.speculation.opening import open_draft
 
     started = time.monotonic()
-    config, notes, grammars = spec.config, [], None
+    config, notes, grammars, artifact = spec.config, [], None, None
     factory = resolve_factory(spec.factory)
     if spec.artifact is None:
         executor = factory(**spec.factory_args)
@@ -102,9 +118,16 @@ def open_engine(spec: EngineSpec) -> OpenEngine:
         notes = list(artifact.notes)
         executor = factory(artifact, **spec.factory_args)
         grammars = GrammarCompiler.from_folder(artifact.path, executor.vocab_size, config.eos_token_ids)
+    executors = [executor]
     try:
+        draft = None
+        if artifact is not None:
+            draft = open_draft(config.speculation, artifact, factory, spec.factory_args)
+        if draft is not None:
+            executors.append(draft.executor)
         plan = plan_kv_cache(
             executor.kv_layout,
+            beside=draft.executor.kv_layout if draft is not None else None,
             max_num_seqs=config.max_num_seqs,
             max_context_len=config.max_context_len,
             num_blocks=config.num_blocks,
@@ -113,10 +136,18 @@ def open_engine(spec: EngineSpec) -> OpenEngine:
         )
         if executor.num_blocks == 0:
             executor.allocate(plan.num_blocks)
+        if (warm_up := getattr(executor, "warm_up", None)) is not None:
+            warm_up()
         sampler = Sampler(executor.vocab_size, config.eos_token_ids, grammars=grammars)
-        core = EngineCore(executor, config, sampler=sampler)
+        draft_engine = None
+        if draft is not None:
+            num_tokens = executor.num_blocks * executor.kv_layout.block_size
+            caching = config.enable_prefix_caching
+            draft_engine = draft.engine(config.speculation, sampler, num_tokens, caching=caching)
+        core = EngineCore(executor, config, sampler=sampler, draft_engine=draft_engine)
     except BaseException:
-        executor.close()
+        for opened in executors:
+            opened.close()
         if grammars is not None:
             grammars.close()
         raise
@@ -125,11 +156,11 @@ def open_engine(spec: EngineSpec) -> OpenEngine:
         num_blocks=executor.num_blocks,
         load_seconds=time.monotonic() - started,
         load_source=getattr(executor, "load_source", "memory"),
-        kv_cache_bytes=executor.num_blocks * executor.kv_layout.bytes_per_block,
+        kv_cache_bytes=sum(each.num_blocks * each.kv_layout.bytes_per_block for each in executors),
         kv_cache_reason=plan.reason,
         notes=notes,
     )
-    return OpenEngine(core, executor, grammars, ready)
+    return OpenEngine(core, executors, grammars, ready)
 
 
 def resolve_factory(name: str) -> Any:

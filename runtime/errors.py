@@ -49,6 +49,12 @@ class QueueTimeoutError(PlancastError):
     """A request waited longer than the queue timeout (HTTP 503)."""
 
 
+class GenerationError(PlancastError):
+    """The engine computed something that no token can come from: not the request's fault (HTTP 500)."""
+
+    exit_code = 3
+
+
 class EngineDeadError(PlancastError):
     """The engine process died and cannot be restarted (HTTP 503)."""
 

@@ -28,18 +28,60 @@ class StepBatch:
     block_starts: NDArray[np.int32]  # [B+1]
     max_context_len: int  # the largest past + new of any sequence
     logits_rows: NDArray[np.int64]  # [R] indices into T, ascending
+    hidden_states: NDArray[np.float32] | None = None  # [T, H]: of a head's step, what its tokens come with
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target) blocks, copied before the pass
+
+
+@dataclass(slots=True)
+class RowSampling:
+    """How a device samples a step's R rows of logits. A row with a negative temperature is not sampled: its logits are
+    wanted. The numbers mean what `SamplingParams` and `runtime/philox.py` say."""
+
+    temperatures: NDArray[np.float32]  # [R]; 0: the largest logit
+    top_ks: NDArray[np.int32]  # [R]; 0: all
+    top_ps: NDArray[np.float32]  # [R]
+    min_ps: NDArray[np.float32]  # [R]
+    seeds: NDArray[np.uint64]  # [R]
+    sequences: NDArray[np.int32]  # [R] index of the sequence in its request
+    positions: NDArray[np.int32]  # [R] of the token in the output
+    # [R]: of the token and of so many likeliest ones the log probabilities are wanted; negative: of none
+    num_tops: NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class RowScores:
+    """Log probabilities of a step's R rows: arrays that only rows which asked for them fill."""
+
+    log_sums: NDArray[np.float64]  # [R] log(sum(exp(logits)))
+    values: NDArray[np.float32]  # [R] the token's logit
+    ranks: NDArray[np.int32]  # [R] 1 + the number of likelier tokens
+    top_ids: NDArray[np.int32]  # [R, W] the likeliest, largest first
+    top_values: NDArray[np.float32]  # [R, W] their logits
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """What a device sampled from a step's R rows."""
+
+    tokens: NDArray[np.int32]  # [R]; negative: the device has none, and the row's logits are there
+    scores: RowScores | None  # None where no row asked
 
 
 @runtime_checkable
 class Executor(Protocol):
     """Runs steps of one engine on one device. Not thread-safe: one owner calls it.
 
+    Of an engine that embeds, read "last hidden states [R, H]" where it says logits.
+
     Block ids run from 0 to `num_blocks` - 1. The executor owns the cache's memory and nothing of its bookkeeping.
     """
 
     kv_layout: KvLayout
     vocab_size: int
+    # f32 [R, H]: the hidden states that the last run's logits were read off, of a target with a head and of a head;
+    # reused by the next run, as the logits are. None of all others, which need not have the attribute.
+    # hidden_states: NDArray[np.float32] | None
+    # def warm_up(self) -> None: prepares what a first step would have to, once after `allocate`; where there is one.
 
     @property
     def num_blocks(self) -> int:
@@ -67,4 +109,31 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class DeviceExecutor(Executor, Protocol):
+    """An executor whose steps run beside the host, and that may sample what they compute.
+
+    `run(batch)` is `launch(batch)` and `collect()`.
+    """
+
+    # How many of the likeliest tokens' log probabilities it gives at most; None: it does not sample.
+    max_top_logprobs: int | None
+
+    def launch(self, batch: StepBatch, sampling: RowSampling | None = None) -> None:
+        """Begin a step, as `run` says, and return before it is done. `collect` comes before anything else.
+
+        `sampling` (for `batch.logits_rows`): sample, where the executor does.
+        """
+        ...
+
+    def collect(self) -> tuple[NDArray[np.float32], SampledRows | None]:
+        """Wait for the step: its logits f32 [R, vocab_size], and what was sampled where that was asked for.
+
+        Of rows that were sampled the logits are undefined. A row has no token where it was not to be sampled, where its
+        logits are not finite, and where top_k, top_p or min_p leave more than `MAX_CANDIDATES`
+        (`runtime/sampling/narrow.py`) tokens, among which the host chooses in another order.
+        """
         ...

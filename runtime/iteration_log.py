@@ -22,7 +22,7 @@ from runtime.errors import PlancastError
 
 if TYPE_CHECKING:
     from runtime.engine_core import EngineCore
-    from runtime.scheduler import ScheduledStep
+    from runtime.scheduling.step import ScheduledStep
     from runtime.sequence import Request
 
 VERSION = 1
@@ -71,6 +71,8 @@ class LogStep(msgspec.Struct, tag="step", kw_only=True):
     copies: int = 0
     swap_outs: int = 0
     swap_ins: int = 0
+    draft_tokens: int = 0  # of the decode tokens; and how many of them were accepted
+    accepted_tokens: int = 0
 
 
 class StepTimes(NamedTuple):
@@ -101,6 +103,7 @@ class IterationLog:
         self._core, self._clock = core, clock
         self._encoder = msgspec.json.Encoder()
         self._start = clock()
+        self._accepted = 0  # drafted tokens, until the last step
         self._flush_due = self._start
         self._planned: list[tuple[str, int, int, int, int]] = []
         self._admitted: list[AdmittedRequest] = []
@@ -166,10 +169,13 @@ class IterationLog:
                 admitted=self._admitted,
                 preempted=[request.request_id for request in step.preempted],
                 copies=len(step.copies),
-                swap_outs=len(step.swap_outs),
-                swap_ins=len(step.swap_ins),
+                swap_outs=sum(move.to_file for move in step.moves),
+                swap_ins=sum(not move.to_file for move in step.moves),
+                draft_tokens=step.num_draft_tokens,
+                accepted_tokens=core.num_accepted_tokens - self._accepted,
             )
         )
+        self._accepted = core.num_accepted_tokens
         if ended >= self._flush_due:
             self._flush_due = ended + _FLUSH_EVERY_S
             self._attempt(lambda file: file.flush())

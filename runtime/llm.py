@@ -7,18 +7,15 @@ import queue
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.client.frontend import Frontend, Prompt
+from runtime.client.loaded_model import LoadedModel
 from runtime.errors import EngineDeadError, PlancastError, RequestError
-from runtime.messages import EngineRequest, EngineStats, Ready
-from runtime.outputs import RequestOutput
+from runtime.messages import EngineRequest, EngineStats
+from runtime.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from runtime.pooling import check_dimensions, embedding_of
 from runtime.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from runtime.chat_template import ChatTemplate
-    from runtime.manifest import Manifest
-    from runtime.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _Box = queue.SimpleQueue[RequestOutput]
@@ -28,7 +25,7 @@ _WINDOW = 4
 _CALL_TIMEOUT_S = 60.0
 
 
-class LLM:
+class LLM(LoadedModel):
     """A loaded engine.
 
         with LLM("artifacts/smollm2-135m-cpu") as llm:
@@ -39,8 +36,8 @@ class LLM:
         artifact: its folder.
         in_process: True: the engine runs in a thread of this process. False: in a process of its own, which is replaced
             when it dies, and the requests go on.
-        options: see `runtime.client.frontend.Frontend`: num_threads, kv_cache_memory, verify, max_logprobs, and the
-            fields of `EngineConfig` (max_num_seqs, scheduling_policy, iteration_log, ...).
+        options: see `runtime.client.frontend.Frontend`: num_threads, kv_cache_memory, speculative_config,
+            verify, max_logprobs, and the fields of `EngineConfig` (max_num_seqs, scheduling_policy, ...).
 
     Raises:
         PlancastError: the artifact, an option or the memory does not serve. The message says what to do.
@@ -136,6 +133,52 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, progress=progress)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | Callable[[RequestOutput], None] = False,
+        priority: int = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed prompts, all together in one batch as far as the engine's limits allow.
+
+        Args:
+            dimensions: keep only so many of the vector's entries, before it is normalized; None: all.
+            normalize: to length 1; None: as the recipe said.
+            truncate_prompt_tokens: keep the last so many of each prompt; -1: as many as the context holds.
+            prompts, progress, priority: as of `generate`.
+
+        Raises:
+            RequestError: the engine does not embed, or a prompt or argument is invalid; nothing runs then.
+            PlancastError: a request failed; the others are aborted.
+        """
+        listed = _as_list(prompts)
+        prepared = [
+            self._frontend.prepare_embedding(prompt, truncate_prompt_tokens=truncate_prompt_tokens, priority=priority)
+            for prompt in listed
+        ]
+        info = self.manifest.embedding
+        if info is None:  # there were no prompts to refuse
+            return []
+        check_dimensions(dimensions, info)
+        results: list[EmbeddingRequestOutput | None] = [None] * len(listed)
+        with _reporter(progress, len(listed)) as report:
+            for position, output in self._as_completed(prepared):
+                if output.error is not None:
+                    raise output.error
+                vector = embedding_of(output, info, dimensions=dimensions, normalize=normalize)
+                results[position] = EmbeddingRequestOutput(
+                    output.request_id,
+                    EmbeddingOutput(vector.tolist()),
+                    output.prompt_token_ids,
+                    num_cached_tokens=output.num_cached_tokens,
+                )
+                report(output)
+        return [result for result in results if result is not None]
+
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -206,28 +249,6 @@ class LLM:
 
     # The model
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._frontend.tokenizer
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._frontend.chat_template
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._frontend.manifest
-
-    @property
-    def max_context_len(self) -> int:
-        """Tokens of prompt and output together."""
-        return self._frontend.max_context_len
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        """The model's generation_config.json; {} where it has none."""
-        return self._frontend.generation_config
-
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> dict[str, Any]:
         """A conversation as a prompt for `generate` and `stream`: its text, and its token ids with nothing added.
 
@@ -237,16 +258,7 @@ class LLM:
         template_options.setdefault("add_generation_prompt", True)
         return self._frontend.chat_prompt(messages, **template_options)
 
-    def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """What the model's generation config sets, with `changes` on top."""
-        return self._frontend.default_sampling_params(**changes)
-
     # The engine
-
-    @property
-    def ready(self) -> Ready:
-        """What the engine said when it had loaded: process id, KV blocks, load time."""
-        return self._frontend.engine.ready
 
     def stats(self, with_blocks: bool = False) -> EngineStats:
         """A snapshot of the engine; `with_blocks` adds one byte a KV block. Raises `EngineDeadError`."""
@@ -255,6 +267,13 @@ class LLM:
     def reset_prefix_cache(self) -> int:
         """Forget every cached block. Returns how many there were. Raises `EngineDeadError`."""
         return self._call("reset_prefix_cache")
+
+    def set_speculation(self, enabled: bool) -> bool:
+        """Switch drafting on or off while requests run; no text changes by it. Returns what it was.
+
+        Raises `PlancastError` where the engine was loaded without a method to draft with.
+        """
+        return self._call("set_speculation", enabled=enabled)
 
     def _call(self, method: str, **args: Any) -> Any:
         try:

@@ -164,7 +164,9 @@ class Penalties:
         ids, counts = self._ids[: self._size], self._counts[: self._size]
         values = logits[ids]
         if self._repetition != 1.0:
-            penalized = np.where(values > 0, values / self._repetition, values * self._repetition)
+            # The smaller of the two is the quotient of a positive logit and the product of a negative one.
+            pick = np.minimum if self._repetition >= 1.0 else np.maximum
+            penalized = pick(values / self._repetition, values * self._repetition)
             if self._rewound:  # a token whose count fell back to 0 is no longer in the text
                 in_text = counts > 0
                 in_text[: self._num_prompt] = True

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from runtime.errors import ArtifactError
 from runtime.kv_layout import KvLayout
+from runtime.speculation.config import SpeculationConfig
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+Pooling = Literal["last", "mean", "cls"]
 REBUILD = "rebuild it: plancast build {recipe} --force"
 
 _NO_DIGEST = "0" * 64
@@ -52,6 +54,15 @@ class BackendInfo(msgspec.Struct, kw_only=True):
     blob: str | None = None  # file name of the compiled form, where there is one
     plugins: dict[str, int] = {}  # our operators that the backend put in itself -> version
 
+    @property
+    def summary(self) -> str:
+        """What there is to load, in a few words for people."""
+        if built := self.properties.get("compute_capabilities"):
+            return f", for {built.replace(' ', ', ')}"
+        if self.name == "openvino":
+            return ", compiled form kept" if self.blob else ", portable form only"
+        return ""
+
 
 class HardwareInfo(msgspec.Struct, kw_only=True):
     """The machine that a compiled form fits. `isa` holds the CPU features that it was compiled for."""
@@ -78,6 +89,7 @@ class RuntimeDefaults(msgspec.Struct, kw_only=True):
     num_threads: int | None = None  # None: the machine's cores
     ttft_slo: float | None = None  # seconds
     tpot_slo: float | None = None  # seconds
+    speculation: SpeculationConfig = SpeculationConfig()
 
 
 class Parity(msgspec.Struct, kw_only=True):
@@ -93,6 +105,37 @@ class Parity(msgspec.Struct, kw_only=True):
     top1_agreement: float  # share of positions
     perplexity: float
     reference_perplexity: float
+
+
+class EmbeddingParity(msgspec.Struct, kw_only=True):
+    """An embedding engine against the Hugging Face model in f32: pooled prompts, and each token of the text."""
+
+    prompts: int
+    min_cosine: float  # between the two vectors of a prompt
+    mean_cosine: float
+    positions: int
+    hidden_min_cosine: float  # between the two hidden states of a token
+    hidden_mean_cosine: float
+
+
+class EmbeddingInfo(msgspec.Struct, kw_only=True):
+    """What an engine whose output is the last hidden state makes of it: one vector a prompt."""
+
+    size: int  # of the vector
+    pooling: Pooling
+    normalize: bool
+    parity: EmbeddingParity | None = None
+
+
+class DraftHeadInfo(msgspec.Struct, kw_only=True):
+    """A second engine in the artifact: an EAGLE-style head, which drafts from the target's last hidden states."""
+
+    name: str
+    backend: BackendInfo  # of the head's own engine
+    kv: KvLayout
+    plugins: dict[str, int] = {}  # operator -> version
+    vocabulary: str  # file name of {"target_ids": [...]}: the target's id of each token that the head drafts
+    accepted_by_position: list[float] = []  # of greedy drafts on held-out text, as trained
 
 
 class FileInfo(msgspec.Struct):
@@ -121,6 +164,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     operators_traced: dict[str, int]  # by type, as traced
     build: dict  # seconds by stage, peak memory in bytes
     parity: Parity | None = None
+    embedding: EmbeddingInfo | None = None  # None: the engine's output is logits
+    draft_head: DraftHeadInfo | None = None  # not None: the engine has a second output, the rows' hidden states
     files: dict[str, FileInfo] = {}
     build_key: str = ""  # names everything that the engine was made from, for the build cache
     digest: str = _NO_DIGEST  # SHA-256 of these very bytes, this field being zeros

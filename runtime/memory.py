@@ -80,15 +80,19 @@ def plan_kv_cache(
     num_blocks: int | None = None,
     kv_cache_memory: int | None = None,
     share: float = 0.4,
+    beside: KvLayout | None = None,
     free: FreeMemory | None = None,
 ) -> KvCachePlan:
     """How many KV blocks to allocate.
 
     `num_blocks` or `kv_cache_memory` bytes where given; else `share` of the free memory, but no more than
     `max_num_seqs` sequences of `max_context_len` tokens could ever fill. Raises `PlancastError` with the numbers where
-    the size asked for is not there, or holds not even one block.
+    the size asked for is not there, or holds not even one block. `beside`: a second cache (a draft engine's) that holds
+    as many tokens, out of the same memory.
     """
     block = layout.bytes_per_block
+    if beside is not None:
+        block += beside.bytes_per_token * layout.block_size
     if num_blocks is not None:
         return KvCachePlan(num_blocks, num_blocks * block, f"{num_blocks} blocks asked for")
     free = free or available_memory()

@@ -37,7 +37,7 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class Utility(msgspec.Struct, tag="utility"):
-    """A call that is answered by one `UtilityReply`: "stats", "reset_prefix_cache", "ping"."""
+    """A call that is answered by one `UtilityReply`: "stats", "reset_prefix_cache", "set_speculation", "ping"."""
 
     call_id: int
     method: str
@@ -81,11 +81,14 @@ class RequestDelta(msgspec.Struct, kw_only=True):
     sequences: list[SequenceDelta] = []
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = None  # the pooled hidden state, f32
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
+    # Of the request so far, all its sequences together: drafts verified, their tokens, and the accepted ones of those.
+    drafted: tuple[int, int, int] | None = None
     error: str | None = None  # for people; the request is over
-    error_kind: str | None = None  # request | overloaded | queue_timeout | engine
+    error_kind: str | None = None  # request | overloaded | queue_timeout | generation | engine
 
 
 class StepOutputs(msgspec.Struct, kw_only=True, tag="outputs"):
@@ -111,8 +114,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_cache_queries: int = 0  # tokens asked for
     prefix_cache_hits: int = 0  # tokens found
     preemptions: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
+    swapped_out_blocks: int = 0  # written to the swap file, for whatever reason
+    swapped_in_blocks: int = 0  # read from it
+    num_spilled_blocks: int = 0  # evicted cached blocks that the swap file keeps now
+    spilled_blocks: int = 0  # cached blocks that went there
+    restored_blocks: int = 0  # those that a prefix hit brought back
     requests_in_slo: int = 0  # finished ones that met ttft_slo and tpot_slo (goodput); all where none is set
     tokens_in_slo: int = 0  # the output tokens of those
     requests_finished: int = 0
@@ -120,6 +126,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: list[int] = []
+    spec_decode_draft_seconds: float = 0.0  # spent on proposing
+    step_seconds: float = 0.0  # spent on steps, proposing included
+    speculation_enabled: bool = False
     block_states: bytes = b""  # one byte a block: 0 free, 1 cached, 2 used, 3 shared; only when asked for
 
 

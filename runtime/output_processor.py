@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.detokenizer import IncrementalDetokenizer
-from runtime.errors import EngineDeadError, OverloadedError, PlancastError, QueueTimeoutError, RequestError
+from runtime.errors import (
+    EngineDeadError,
+    GenerationError,
+    OverloadedError,
+    PlancastError,
+    QueueTimeoutError,
+    RequestError,
+)
 from runtime.messages import AbortRequests, EngineRequest, RequestDelta, SequenceDelta, TokenLogprobs
 from runtime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from runtime.stop_strings import StopStringFilter
@@ -23,6 +30,7 @@ _ERRORS = {
     "request": RequestError,
     "overloaded": OverloadedError,
     "queue_timeout": QueueTimeoutError,
+    "generation": GenerationError,
     "engine": EngineDeadError,
 }
 
@@ -75,6 +83,7 @@ class _Request:
     new_prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_prompt_logprobs: int = 0  # positions received
     skip_prompt_logprobs: int = 0  # positions that a resumed core sends again
+    embedding: bytes | None = None
 
     @property
     def finished(self) -> bool:
@@ -219,6 +228,10 @@ class OutputProcessor:
         metrics.num_preemptions = max(metrics.num_preemptions, delta.num_preemptions)
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = delta.first_scheduled_time
+        if delta.embedding is not None:
+            state.embedding = delta.embedding
+        if delta.drafted is not None:
+            metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens = delta.drafted
         if delta.prompt_logprobs:
             self._add_prompt_logprobs(state, delta.prompt_logprobs)
         stopped = []
@@ -299,6 +312,7 @@ class OutputProcessor:
             finished=finished,
             prompt_logprobs=prompt_logprobs,
             metrics=state.metrics,
+            embedding=state.embedding,
         )
 
     def _fail(self, state: _Request, delta: RequestDelta) -> RequestOutput:

@@ -54,6 +54,14 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0  # verified ones, of all its sequences; their tokens, and the accepted ones of those
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a verification brought: the accepted ones and one more. None where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
 @dataclass(slots=True)
@@ -68,6 +76,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: PlancastError | None = None  # the request failed: the front end raises it
+    embedding: bytes | None = None  # of an engine that embeds: the pooled hidden state, f32, not yet normalized
 
     @property
     def num_cached_tokens(self) -> int:
@@ -85,3 +94,26 @@ class RequestOutput:
         if later.prompt_logprobs:
             self.prompt_logprobs = (self.prompt_logprobs or []) + later.prompt_logprobs
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+        self.embedding = later.embedding
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A prompt's vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns for one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0

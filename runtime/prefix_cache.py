@@ -10,8 +10,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from runtime.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from runtime.scheduling.spill import SpillTier
 
 Extras = tuple[tuple[str, str], ...]  # (tag, value) pairs, e.g. (("cache_salt", "tenant-7"),)
 
@@ -22,7 +26,8 @@ def blake2b_16(data: bytes) -> bytes:
 
 
 class CachedBlock:
-    """One known block: a node in the chain from its root. `block_id` is -1 once the block was evicted."""
+    """One known block: a node in the chain from its root. `block_id` is -1 once the block was evicted, also while
+    its contents wait in the spill tier."""
 
     __slots__ = ("block_id", "digest", "parent", "tokens")
 
@@ -43,7 +48,8 @@ def same_chain(a: CachedBlock | None, b: CachedBlock | None) -> bool:
 
 
 class PrefixCache:
-    """Maps digests to blocks of `pool`, which calls `evict` when it reuses an idle block."""
+    """Maps digests to blocks of `pool`, which tells when it reuses an idle block. `spill`: where such a block's
+    contents go, if anywhere."""
 
     def __init__(self, block_size: int, pool: BlockPool, digest: Callable[[bytes], bytes] = blake2b_16):
         self.block_size = block_size
@@ -51,7 +57,8 @@ class PrefixCache:
         self._digest = digest
         self._by_digest: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
-        pool.on_evict = self.evict
+        self.spill: SpillTier | None = None
+        pool.on_evict = self._reused
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -74,7 +81,9 @@ class PrefixCache:
 
     def find(self, digest: bytes, tokens: bytes, parent: CachedBlock) -> CachedBlock | None:
         """The cached block that holds `tokens` after `parent`, or None."""
-        node = self._by_digest.get(digest)
+        return self._verified(self._by_digest.get(digest), tokens, parent)
+
+    def _verified(self, node: CachedBlock | None, tokens: bytes, parent: CachedBlock) -> CachedBlock | None:
         if node is None or node.tokens != tokens:
             return None
         if node.parent is not parent:
@@ -84,11 +93,17 @@ class PrefixCache:
         return node
 
     def match(self, tokens: array[int], digests: list[bytes], root: CachedBlock, max_blocks: int) -> list[CachedBlock]:
-        """The longest chain of cached blocks that `tokens` begins with, at most `max_blocks` of them."""
+        """The longest chain of cached blocks that `tokens` begins with, at most `max_blocks` of them.
+
+        Those with a `block_id` of -1 wait in the spill tier: `restore` them, or leave them there.
+        """
         self.extend_digests(digests, tokens, root, max_blocks)
         size, parent, found = self.block_size, root, []
         for index in range(max_blocks):
-            node = self.find(digests[index], tokens[index * size : (index + 1) * size].tobytes(), parent)
+            block_tokens = tokens[index * size : (index + 1) * size].tobytes()
+            node = self.find(digests[index], block_tokens, parent)
+            if node is None and self.spill is not None:
+                node = self._verified(self.spill.find(digests[index]), block_tokens, parent)
             if node is None:
                 break
             found.append(node)
@@ -104,10 +119,34 @@ class PrefixCache:
         if digest in self._by_digest or block_id in self._by_block:
             node.block_id = -1  # a digest collision, or a block known under another chain: stays private
             return node
-        self._by_digest[digest] = node
+        self._know(node, block_id)
+        if self.spill is not None:
+            self.spill.discard(digest)
+        return node
+
+    def _know(self, node: CachedBlock, block_id: int) -> None:
+        node.block_id = block_id
+        self._by_digest[node.digest] = node
         self._by_block[block_id] = node
         self.pool.mark_cached(block_id)
-        return node
+
+    def restore(self, nodes: list[CachedBlock]) -> None:
+        """Bring back matched blocks out of the spill tier, into blocks of the pool with one reference each.
+
+        The pool must have as many free blocks.
+        """
+        assert self.spill is not None
+        # All are taken first: what the allocations evict may need the room of the oldest.
+        slots = [self.spill.take(node) for node in nodes]
+        for node, slot in zip(nodes, slots, strict=True):
+            block_id = self.pool.allocate()
+            self.spill.restore(slot, block_id)
+            self._know(node, block_id)
+
+    def _reused(self, block_id: int) -> None:
+        node = self.evict(block_id)
+        if self.spill is not None:
+            self.spill.add(node, block_id)
 
     def evict(self, block_id: int) -> CachedBlock:
         """Forget a block (the pool reuses it). Returns the node that it had."""
@@ -116,11 +155,15 @@ class PrefixCache:
         node.block_id = -1
         return node
 
-    def reset(self) -> None:
-        """Forget everything; blocks in use stay with their sequences."""
+    def reset(self) -> int:
+        """Forget everything; blocks in use stay with their sequences. Returns how many blocks were known."""
+        count = len(self._by_block)
+        if self.spill is not None:
+            count += self.spill.clear()
         for block_id in list(self._by_block):
             self.evict(block_id)
             self.pool.unmark_cached(block_id)
+        return count
 
     def check(self) -> None:
         """Assert that the two maps and the pool's marks agree."""

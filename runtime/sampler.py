@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import RequestError
+from runtime.errors import GenerationError, RequestError
 from runtime.logits_processors import NEG_INF, LogitsProcessorFactory, build_processors
-from runtime.logprobs import RowLogprobs
+from runtime.logprobs import RowLogprobs, not_finite
 from runtime.messages import TokenLogprobs
 from runtime.sampling.narrow import MAX_CANDIDATES, NarrowRow, draw
-from runtime.sampling.rows import ChunkedExp, chunk_maxima, search_cdf
+from runtime.sampling.rows import ChunkedExp, search_cdf
 from runtime.sampling.selection import candidates, select
 from runtime.sampling.state import SamplingState, fill_uniforms
 from runtime.sampling_params import SamplingParams
@@ -28,17 +28,26 @@ from runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from runtime.structured import GrammarCompiler
 
-__all__ = ["SampledToken", "Sampler", "SamplingState"]
+__all__ = ["NOTHING_ALLOWED", "SampledToken", "Sampler", "SamplingState"]
+
+NOTHING_ALLOWED = (
+    "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar together "
+    "forbid the whole vocabulary"
+)
 
 
 @dataclass(slots=True)
 class SampledToken:
-    """A sampled token, or (`error`) why none could be: then only this sequence is affected."""
+    """A sampled token, or (`error`) why none could be: then only this sequence is affected.
+
+    `error_kind`: "request", or "generation" where the engine's logits are at fault (see `RequestDelta.error_kind`).
+    """
 
     token_id: int
     logprob: float | None = None  # of the engine's logits, where the request needs it
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    error_kind: str = "request"
 
 
 class Sampler:
@@ -109,7 +118,7 @@ class Sampler:
                 result.token_id = token_id
         for raw, state, result in zip(logits, states, results, strict=True):
             if state.wants_logprob and result.error is None:
-                self._add_logprobs(raw, state, result)
+                self.add_logprobs(raw, state, result)
         return results
 
     def _pick(self, raw: NDArray[np.float32], state: SamplingState) -> SampledToken | NarrowRow:
@@ -127,19 +136,24 @@ class Sampler:
             if self._exp.fill(row, restriction.temperature):
                 return SampledToken(self._exp.pick(state.uniform()))
             return _no_token(raw, float(row.max()))
-        maxima = chunk_maxima(row) if restriction.needs_chunks else row
-        row_max = float(maxima.max())
-        if not math.isfinite(row_max):
-            return _no_token(raw, row_max)
-        found = candidates(row, maxima, row_max, self._exp, restriction)
+        found = candidates(row, self._exp, restriction)
+        if not math.isfinite(found.row_max):
+            return _no_token(raw, found.row_max)
         if found.ids.size <= MAX_CANDIDATES:
-            return NarrowRow(found, row_max, restriction, state.uniform())
-        ids, weights = select(found, row_max, restriction)
+            return NarrowRow(found, restriction, state.uniform())
+        ids, weights = select(found, restriction)
+        if ids.size <= MAX_CANDIDATES:  # `found` was wide, what is left of it is not: in the order of the narrow ones
+            order = (-row[ids]).argsort(kind="stable")
+            ids, weights = ids[order], weights[order]
         return SampledToken(int(ids[search_cdf(np.cumsum(weights), state.uniform())]))
 
-    def _add_logprobs(self, raw: NDArray[np.float32], state: SamplingState, result: SampledToken) -> None:
+    def add_logprobs(self, raw: NDArray[np.float32], state: SamplingState, result: SampledToken) -> None:
+        """Set `result`'s log probabilities, under the row `raw` f32 [V] as it left the model."""
         logprobs = RowLogprobs(raw, self._exp)
         result.logprob = logprobs.logprob(result.token_id)
+        if math.isnan(result.logprob):  # the mask has hidden what is wrong with the row, but its sum has not
+            result.error, result.error_kind = not_finite(math.nan), "generation"
+            return
         if state.num_top is not None:
             result.logprobs = logprobs.gather(result.token_id, state.num_top)
 
@@ -147,15 +161,22 @@ class Sampler:
         self, raw: NDArray[np.float32], state: SamplingState
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """What `sample` draws from: the ids that may be sampled from the row i64 [K], ascending, and their
-        probabilities f64 [K]; for a greedy state the one id. Raises `RequestError` where there is none."""
+        probabilities f64 [K]; for a greedy state the one id. Where there is none raises `RequestError`, or
+        `GenerationError` where the logits are at fault."""
         row = self.processed(raw, state)
         row_max = float(row.max())
         if not math.isfinite(row_max):
-            raise RequestError(_no_token(raw, row_max).error or "")
+            missing = _no_token(raw, row_max)
+            raise (GenerationError if missing.error_kind == "generation" else RequestError)(missing.error or "")
+        return self.distribution_of(row, state)
+
+    def distribution_of(
+        self, row: NDArray[np.float32], state: SamplingState
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The same of a row f32 [V] that is processed already and has a finite maximum."""
         if state.greedy:
             return np.array([row.argmax()]), np.ones(1)
-        found = candidates(row, chunk_maxima(row), row_max, self._exp, state.restriction)
-        ids, weights = select(found, row_max, state.restriction)
+        ids, weights = select(candidates(row, self._exp, state.restriction), state.restriction)
         return ids, weights / weights.sum()
 
     def processed(self, raw: NDArray[np.float32], state: SamplingState) -> NDArray[np.float32]:
@@ -176,10 +197,5 @@ class Sampler:
 
 def _no_token(raw: NDArray[np.float32], row_max: float) -> SampledToken:
     if math.isfinite(float(raw.max())):
-        why = (
-            "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar together "
-            "forbid the whole vocabulary"
-        )
-    else:
-        why = f"the engine's logits are not finite (their maximum is {row_max}), so nothing can be sampled from them"
-    return SampledToken(-1, error=why)
+        return SampledToken(-1, error=NOTHING_ALLOWED)
+    return SampledToken(-1, error=not_finite(row_max), error_kind="generation")

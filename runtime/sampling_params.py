@@ -50,6 +50,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     early_stopping: bool = False
     # Structured output, as vLLM's `structured_outputs` (json, regex, choice, grammar, json_object).
     structured_outputs: dict | None = None
+    # False: no drafts for this request. It makes no difference to its text, only to its speed.
+    speculation: bool | None = None
     # For logits processors of one's own.
     extra_args: dict[str, Any] | None = None
     # `bad_words` as token ids: filled by `resolved`, since the core has no tokenizer.
@@ -96,7 +98,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         `prompt_len` (tokens, after truncation) adds the checks that need it. `max_logprobs` bounds `logprobs` and
         `prompt_logprobs`; -1 bounds them by the vocabulary.
         """
-        from runtime.sampling.verification import Verifier
+        from runtime.sampling.params_check import Verifier
 
         Verifier(self, vocab_size, max_context_len, prompt_len, max_logprobs).run()
 

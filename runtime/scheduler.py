@@ -16,48 +16,13 @@ from bisect import insort
 from runtime.config import EngineConfig
 from runtime.scheduling.kv_manager import KvManager
 from runtime.scheduling.slo import StepTimeModel
+from runtime.scheduling.step import ScheduledSequence, ScheduledStep
 from runtime.scheduling.waiting_queue import WaitingQueue
 from runtime.sequence import Request, Sequence
-from runtime.swap import SwapSlots
+from runtime.swap import SwapMove, SwapSlots
 
 # Prompt log probabilities need a row of logits a token: a smaller chunk bounds their memory.
 PROMPT_LOGPROBS_CHUNK = 128
-
-
-class ScheduledSequence:
-    """A sequence's part in a step: its next `num_tokens` tokens (drafts last), with logits for the last `num_rows`."""
-
-    __slots__ = ("num_rows", "num_tokens", "sequence")
-
-    def __init__(self, sequence: Sequence, num_tokens: int, num_rows: int):
-        self.sequence = sequence
-        self.num_tokens = num_tokens
-        self.num_rows = num_rows
-
-
-class ScheduledStep:
-    """What one step does. Swap-outs come before swap-ins, both before the copies, all before the pass."""
-
-    __slots__ = (
-        "admitted",
-        "copies",
-        "num_decode_tokens",
-        "num_prefill_tokens",
-        "preempted",
-        "sequences",
-        "swap_ins",
-        "swap_outs",
-    )
-
-    def __init__(self) -> None:
-        self.sequences: list[ScheduledSequence] = []
-        self.num_decode_tokens = 0
-        self.num_prefill_tokens = 0
-        self.copies: list[tuple[int, int]] = []  # (source block, target block)
-        self.swap_outs: list[tuple[int, int]] = []  # (block, slot)
-        self.swap_ins: list[tuple[int, int]] = []  # (slot, block)
-        self.admitted: list[Request] = []
-        self.preempted: list[Request] = []
 
 
 class Scheduler:
@@ -123,7 +88,21 @@ class Scheduler:
         # Right after a preemption blocks are scarce; and a block that a copy still reads must not be swapped into.
         if batch_open and (not starved or not step.sequences):
             self._admit(step, budget)
+        if self.kv.moves:
+            step.moves = self.kv.moves[:]
+            self.kv.moves.clear()
         return step
+
+    def can_start(self) -> bool:
+        """Whether a waiting request may start in the next step; no certain promise that it will."""
+        head = self.waiting.peek()
+        if head is None:
+            return False
+        if self.config.scheduling_policy == "priority" and self.running and self.running[-1].priority > head.priority:
+            return True
+        if self.config.batching == "static" and self.running:
+            return False
+        return self.num_slots_used + head.width <= self.config.max_num_seqs
 
     def _schedule_decodes(self, step: ScheduledStep) -> bool:
         """One token (and its drafts) of every sequence that has no more to compute. True if somebody was preempted."""
@@ -155,11 +134,7 @@ class Scheduler:
                 if not ready or (request.beam is not None and len(ready) < len(live)):  # beams go in step
                     index += 1
                     continue
-            counts = []
-            for sequence in ready:
-                drafts = min(len(sequence.draft_token_ids), spare)
-                spare -= drafts
-                counts.append(1 + drafts)
+            counts = self._with_drafts(ready, spare, len(running) - index)
             while (needed := kv.blocks_to_grow(ready, counts)) > self._available(request):
                 victim = self._victim(index)
                 self._preempt(victim, step)
@@ -171,11 +146,38 @@ class Scheduler:
                 for sequence, count in zip(ready, counts, strict=True):
                     kv.grow(sequence, count, step.copies)
                     scheduled.append(ScheduledSequence(sequence, count, count))
+                    spare -= count - 1
+                    step.num_draft_tokens += count - 1
                 if request.protected and needed:
                     kv.reserved -= min(kv.reserved, before - pool.num_free)
                 index += 1
         step.num_decode_tokens = sum([part.num_tokens for part in scheduled])
         return starved
+
+    def room_for_drafts(self) -> int:
+        """Tokens that the running requests and their drafts may compute in the next step: all that a step holds, but
+        for the prompt of a request that could start. A draft never holds up a prompt."""
+        room = self.config.max_num_batched_tokens
+        head = self.waiting.peek()
+        if head is None or self.num_slots_used + head.width > self.config.max_num_seqs:
+            return room
+        return max(0, room - sum([len(sequence.tokens) for sequence in head.live]))
+
+    def _with_drafts(self, ready: list[Sequence], spare: int, num_behind: int) -> list[int]:
+        """Tokens that each sequence computes: its last one, and as many drafted ones as the step has room for.
+
+        Drafts never make anybody give way: where they would leave less than a block for each request behind, they go.
+        """
+        counts = []
+        for sequence in ready:
+            drafts = min(len(sequence.draft_token_ids), spare)
+            spare -= drafts
+            counts.append(1 + drafts)
+        if sum(counts) > len(counts):
+            room = self.kv.pool.num_free - self.kv.reserved - num_behind
+            if self.kv.blocks_to_grow(ready, counts) > room:
+                counts = [1] * len(ready)
+        return counts
 
     def _available(self, request: Request) -> int:
         """Blocks that the request may take now."""
@@ -188,7 +190,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - step.num_decode_tokens
         if self.config.tpot_slo is not None and step.sequences:
             least = min(budget, self.kv.block_size)
-            return self.step_time.prefill_budget(len(step.sequences), self.config.tpot_slo, budget, least)
+            return self.step_time.prefill_budget(step.num_decode_tokens, self.config.tpot_slo, budget, least)
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int) -> int:
@@ -219,6 +221,8 @@ class Scheduler:
             seen = max(0, len(request.prompt_logprobs) - 1)
             end = sequence.num_computed + count
             rows = max(int(last), end - max(sequence.num_computed, seen))
+        elif request.pooler is not None:
+            rows = request.pooler.rows_of(sequence.num_computed, count, last=last)
         else:
             rows = int(last)
         step.sequences.append(ScheduledSequence(sequence, count, rows))
@@ -239,7 +243,7 @@ class Scheduler:
             if request is None or self.num_slots_used + request.width > self.config.max_num_seqs:
                 return
             swapped = request.swapped is not None
-            if not self._acquire(request, step):
+            if not self._acquire(request):
                 return
             self.waiting.admit(request)
             insort(self.running, request, key=_rank)
@@ -249,17 +253,16 @@ class Scheduler:
                 for sequence in request.live:
                     budget = self._schedule_chunk(sequence, step, budget)
 
-    def _acquire(self, request: Request, step: ScheduledStep) -> bool:
+    def _acquire(self, request: Request) -> bool:
         """Find blocks for all tokens that the request has now, with room for the others to grow a block each."""
         headroom = self.num_slots_used
         request.protected = request.num_preemptions >= self.config.max_preemptions
         if request.swapped is not None:
-            block_of = self.kv.restore(request, headroom)
-            if block_of is None:
+            slots = self.kv.restore(request, headroom)
+            if slots is None:
                 return False
             assert self.swap is not None
-            step.swap_ins.extend(block_of.items())
-            for slot in block_of:
+            for slot in slots:
                 self.swap.free(slot)
         elif not self.kv.acquire(request, headroom):
             return False
@@ -311,8 +314,8 @@ class Scheduler:
         self.preemptions += 1
         request.num_preemptions += 1
         request.protected = False
-        if self.swap is not None:
-            self._swap_out(request, step)
+        if self.swap is not None and self.config.preemption_mode == "swap":
+            self._swap_out(request)
         self._give_up_blocks(request)
         step.preempted.append(request)
         self.waiting.push_preempted(request)
@@ -321,7 +324,7 @@ class Scheduler:
         for sequence in request.live:
             self.kv.release(sequence)
 
-    def _swap_out(self, request: Request, step: ScheduledStep) -> None:
+    def _swap_out(self, request: Request) -> None:
         """Plan to save the computed blocks; where the swap space is full they are recomputed instead."""
         assert self.swap is not None
         size = self.kv.block_size
@@ -329,11 +332,13 @@ class Scheduler:
             return
         tables = [sequence.block_ids[: -(-sequence.num_computed // size)] for sequence in request.live]
         distinct = sorted({block_id for table in tables for block_id in table})
+        if self.kv.spill is not None and len(distinct) <= self.swap.num_free + len(self.kv.spill):
+            self.kv.spill.make_room(len(distinct))
         slots = self.swap.allocate(len(distinct))
         if not slots:
             return
         slot_of = dict(zip(distinct, slots, strict=True))
-        step.swap_outs.extend(slot_of.items())
+        self.kv.moves += [SwapMove(True, block_id, slot) for block_id, slot in slot_of.items()]
         request.swapped = [
             (sequence.num_computed, array("i", [slot_of[block_id] for block_id in table]))
             for sequence, table in zip(request.live, tables, strict=True)
@@ -367,7 +372,10 @@ class Scheduler:
             assert not any(sequence.block_ids for sequence in request.live), f"{request} waits and holds blocks"
         if self.swap is not None:
             tables = [r.swapped for r in self.waiting.requests() if r.swapped is not None]
-            self.swap.check({slot for table in tables for _, slots in table for slot in slots})
+            held = {slot for table in tables for _, slots in table for slot in slots}
+            kept = self.kv.spill.held_slots() if self.kv.spill is not None else set()
+            assert not held & kept, f"slots {held & kept} hold a sequence's blocks and cached ones"
+            self.swap.check(held | kept)
 
 
 def _rank(request: Request) -> tuple[int, int]:

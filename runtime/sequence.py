@@ -14,6 +14,7 @@ from runtime.prefix_cache import CachedBlock
 
 if TYPE_CHECKING:
     from runtime.messages import EngineRequest, TokenLogprobs
+    from runtime.pooling import Pooler
 
 NEVER = 1 << 62
 
@@ -25,7 +26,9 @@ class Sequence:
         "block_ids",
         "commit_at",
         "digests",
+        "draft_distributions",
         "draft_token_ids",
+        "drafting",
         "finish_reason",
         "index",
         "num_committed",
@@ -52,6 +55,8 @@ class Sequence:
         # computed (`num_computed` is smaller) this one waits.
         self.shared_tokens = 0
         self.draft_token_ids: list[int] = []  # proposed for this step, not part of `tokens`
+        self.draft_distributions: Any = None  # what they were drawn from; None: point masses
+        self.drafting: Any = None  # what speculation remembers; opaque here
         self.sampling: Any = None  # the sampler's state; opaque here
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
@@ -93,10 +98,14 @@ class Request:
         "live",
         "max_total_tokens",
         "message",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
+        "num_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "pooler",
         "priority",
         "prompt_logprobs",
         "protected",
@@ -108,6 +117,7 @@ class Request:
         "sequences",
         "stop_token_ids",
         "swapped",
+        "unshared_blocks",
         "user",
         "wants_prompt_logprobs",
         "width",
@@ -143,13 +153,18 @@ class Request:
         self.reads_cache = True
         self.wants_prompt_logprobs = False
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.pooler: Pooler | None = None  # takes the hidden states, where the engine embeds
         self.protected = False  # preempted often enough: its blocks are reserved, nothing preempts it
         # Swapped out: of each live sequence the computed tokens, and the slots that hold them.
         self.swapped: list[tuple[int, array[int]]] | None = None
+        self.unshared_blocks = 0  # blocks of the prompt that its sequences cannot share after all
         self.resumed = False  # it had already delivered tokens when it came
         self.finished = False
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.num_drafts = 0  # verified ones, of all its sequences; their tokens, and the accepted ones of those
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.admissions_at_arrival = 0
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -158,7 +173,9 @@ class Request:
     def max_blocks(self, block_size: int) -> int:
         """Blocks that it may hold at once at the very most: one copy of the prompt's full ones, and each one's tail."""
         width = len(self.live) if self.forked else self.width
-        return worst_case_blocks(self.num_prompt_tokens, self.max_total_tokens, width, block_size)
+        return (
+            worst_case_blocks(self.num_prompt_tokens, self.max_total_tokens, width, block_size) + self.unshared_blocks
+        )
 
     def __repr__(self) -> str:
         return f"<request {self.request_id} rank={self.rank} live={self.live}>"

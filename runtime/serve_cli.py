@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from runtime.cli_options import SpeculativeConfig
 from runtime.errors import PlancastError
 
 _SERVER, _KEYS, _LIMITS, _ENGINE = "Server", "Keys and TLS", "Limits", "Engine"
@@ -97,8 +98,28 @@ def serve(
     prefix_caching: Annotated[bool | None, typer.Option(rich_help_panel=_ENGINE)] = None,
     scheduling_policy: Annotated[str | None, typer.Option(help="fcfs or priority.", rich_help_panel=_ENGINE)] = None,
     num_threads: Annotated[int | None, typer.Option(min=1, rich_help_panel=_ENGINE)] = None,
+    swap_cached_blocks: Annotated[
+        bool | None,
+        typer.Option(help="Keep evicted prefix-cache blocks in a swap file.", rich_help_panel=_ENGINE),
+    ] = None,
+    swap_space: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of the swap file. Default: 1GiB.", rich_help_panel=_ENGINE)
+    ] = None,
+    engine_step_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds until a hung engine is replaced; 0: never.", rich_help_panel=_ENGINE),
+    ] = 300.0,
+    speculative_config: SpeculativeConfig = None,
+    iteration_log: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL file: a line a step, for `plancast trace`. Of several models, each has FILE-ARTIFACT.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
 ) -> None:
     """Serve artifacts over HTTP: OpenAI's, TGI's and Anthropic's protocols, and a live page at /."""
+    from runtime.memory import parse_size
     from runtime.server import auth, parsers
     from runtime.server.config import RequestLimits, ServerConfig
     from runtime.server.run import serve as run_server
@@ -116,6 +137,8 @@ def serve(
     for file in filter(None, (ssl_certfile, ssl_keyfile)):
         if not Path(file).is_file():
             raise PlancastError(f"no such file: {file}")
+    if iteration_log is not None and not iteration_log.absolute().parent.is_dir():
+        raise PlancastError(f"--iteration-log {iteration_log}: there is no folder {iteration_log.absolute().parent}")
     named = [named_artifact(argument) for argument in artifacts]
     config = ServerConfig(
         host=host,
@@ -145,6 +168,7 @@ def serve(
     )
     engine_options = {
         "num_threads": num_threads,
+        "speculative_config": speculative_config,
         "kv_cache_memory": kv_cache_memory,
         "max_context_len": max_context_len,
         "max_num_seqs": max_num_seqs,
@@ -152,6 +176,9 @@ def serve(
         "enable_prefix_caching": prefix_caching,
         "scheduling_policy": scheduling_policy,
         "queue_timeout": queue_timeout,
+        "swap_cached_blocks": swap_cached_blocks,
+        "swap_space": None if swap_space is None else parse_size(swap_space),
+        "engine_step_timeout": engine_step_timeout,
         "max_logprobs": max_logprobs,
     }
-    run_server(config, named, engine_options)
+    run_server(config, named, engine_options, iteration_log)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import RequestError
-from runtime.sampling.verification import short_repr
+from runtime.sampling.params_check import short_repr
 from runtime.tokenizer import Tokenizer, read_eos_token_ids
 
 if TYPE_CHECKING:

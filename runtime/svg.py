@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from html import escape
 
@@ -68,6 +69,18 @@ class Svg:
             f'width="{_n(self.width)}" height="{_n(self.height)}" font-family="{FONT}">'
             f'<rect width="100%" height="100%" fill="{PAPER}"/>{"".join(self._parts)}</svg>\n'
         )
+
+
+def stack(documents: Iterable[str]) -> str:
+    """Several documents of `Svg.render`, one below the other, as one."""
+    placed, y, width = [], 0.0, 0.0
+    for document in documents:
+        size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', document)
+        assert size is not None, "a document of Svg.render"
+        placed.append(document.replace("<svg ", f'<svg y="{_n(y)}" ', 1))
+        y, width = y + float(size[2]), max(width, float(size[1]))
+    box = f'viewBox="0 0 {_n(width)} {_n(y)}" width="{_n(width)}" height="{_n(y)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(placed)}</svg>\n'
 
 
 def round_step(step: float) -> float:

@@ -1,4 +1,4 @@
-"""The host swap tier: KV blocks of preempted sequences in a memory-mapped file.
+"""The host swap tier: KV blocks of preempted sequences, and evicted prefix-cache blocks, in a memory-mapped file.
 
 `SwapSlots` is the bookkeeping, which the scheduler asks; `SwapFile` holds the bytes. The file is created sparse and
 unlinked at once: it takes disk only for what was swapped, and no crash can leave it behind.
@@ -10,12 +10,21 @@ import errno
 import mmap
 import os
 import tempfile
+from typing import NamedTuple
 
 from runtime.errors import PlancastError
 
 
+class SwapMove(NamedTuple):
+    """A copy between a block and a slot. Moves are carried out in the order in which they were planned."""
+
+    to_file: bool
+    block_id: int
+    slot: int
+
+
 class SwapSlots:
-    """Slots 0 to `num_slots` - 1, each as large as one block, each held by one preempted request."""
+    """Slots 0 to `num_slots` - 1, each as large as one block, each held by a preempted request or a cached block."""
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -27,9 +36,13 @@ class SwapSlots:
     def num_used(self) -> int:
         return len(self._used)
 
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - len(self._used)
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` slots, or None where fewer are free. Used ones come first, so that the file stays short."""
-        if count > self.num_slots - len(self._used):
+        if count > self.num_free:
             return None
         reused = min(count, len(self._free))
         slots = [self._free.pop() for _ in range(reused)]
@@ -39,7 +52,7 @@ class SwapSlots:
         return slots
 
     def free(self, slot: int) -> None:
-        """Give a slot back. What it holds may be read until the next `allocate`."""
+        """Give a slot back. What it holds may be read by moves planned before the next `allocate`."""
         if slot not in self._used:
             raise ValueError(f"swap slot {slot} is not in use: it cannot be freed")
         self._used.remove(slot)

@@ -71,6 +71,11 @@ class Tokenizer:
         """One more than the largest token id. An engine's logits may be wider (padding)."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, added ones included, and its id."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     @cached_property
     def pieces(self) -> Pieces:
         return pieces_for(self._backend)

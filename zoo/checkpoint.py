@@ -9,8 +9,12 @@ from typing import Any
 
 from runtime.errors import ZooError
 from zoo.card import ModelCard
+from zoo.formats.packed import read_quantization
+from zoo.formats.side_file import NAME as QUANTIZED
+from zoo.formats.side_file import read_side_file
 from zoo.hashing import sha256_file, sha256_text
 from zoo.progress import Progress
+from zoo.quantized import QuantizedRef
 from zoo.safetensors_header import TensorRef, read_safetensors_header
 
 INDEX = "model.safetensors.index.json"
@@ -24,6 +28,9 @@ SIDE_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    # Of a draft that `plancast draft train` made.
+    "draft_vocabulary.json",
+    "draft_card.md",
 )
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -54,6 +61,10 @@ class Checkpoint:
         """Where each tensor lies, by its Hugging Face name."""
         return _read_tensors(self.folder, self.files)
 
+    def quantized(self) -> dict[str, QuantizedRef]:
+        """The weights that the checkpoint holds quantized, unread, by the names of the dense ones."""
+        return read_side_file(self.folder)
+
     @property
     def context_length(self) -> int | None:
         """Tokens that the model was made for, where its config says so."""
@@ -82,6 +93,8 @@ class Checkpoint:
         code = sorted(self.folder.glob("*.py")) if self.config.get("auto_map") else []
         hashes = {path.name: sha256_file(path, progress) for path in (*sides, *code)}
         weights = find_weight_files(self.folder)
+        if (self.folder / QUANTIZED).is_file():
+            weights.append(self.folder / QUANTIZED)
         return hashes | {path.name: _weight_hash(path.resolve(), progress) for path in weights}
 
 
@@ -139,19 +152,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], where: str, *, trust_remote_code: bool) -> None:
-    """Refuse a model that wants its own code to run (unless trusted), and weights that are already quantized."""
+    """Refuse a model that wants its own code to run (unless trusted), and weights quantized in a way not known here."""
     if config.get("auto_map") and not trust_remote_code:
         raise ZooError(
             f"{where} wants to run Python code of its own (auto_map in config.json); read that code, and if you trust "
             "it set trust_remote_code: true in the recipe"
         )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        raise ZooError(
-            f"{where} holds weights already quantized ({method}); plancast quantizes itself and needs the dense model: "
-            "use the repository that these weights were made from"
-        )
+    read_quantization(config, where)
 
 
 def check_code(folder: Path, config: dict[str, Any]) -> None:

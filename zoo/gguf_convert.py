@@ -1,5 +1,7 @@
 """GGUF file -> Hugging Face style folder: weights dequantized exactly to f32, config, tokenizer, chat template.
 
+The quantized values themselves lie beside them (`zoo.formats.side_file`).
+
 The tensor names, permutations and the config come from transformers; what its conversion gets silently wrong is
 mended or refused here: unknown pre-tokenizers, RoPE scaling that only the GGUF states, weights left at random.
 """
@@ -13,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ZooError
+from zoo.formats.gguf_import import import_gguf
 from zoo.gguf_header import GgufHeader
 from zoo.progress import Progress, forwarding_tqdm
 from zoo.store import require_disk, require_memory
 
-VERSION = 1  # raise it whenever the same file would give another folder
+VERSION = 2  # raise it whenever the same file would give another folder
 
 # Byte-level BPE vocabularies by `tokenizer.ggml.pre`: those that split digits one by one before GPT-2's pattern, and
 # those that use GPT-2's pattern alone (llama.cpp, src/llama-vocab.cpp). transformers handles further names itself.
@@ -29,17 +32,18 @@ _TOKENIZER_NOISE = ("is_local", "local_files_only", "name_or_path")
 
 
 def convert(header: GgufHeader, folder: Path, progress: Progress) -> None:
-    """Write config.json, model.safetensors (f32), tokenizer and chat template of the file into `folder`.
+    """Write config.json, model.safetensors (f32), the quantized weights, tokenizer and chat template into `folder`.
 
     Raises `ZooError` where memory or disk do not suffice, or the architecture or tokenizer cannot be converted.
     """
-    payload = header.num_elements * 4
+    payload = header.num_elements * 4 + header.path.stat().st_size
     what = f"the f32 copy of {header.path.name}"
     require_disk(folder, payload, what)
     require_memory(payload * 2 + (512 << 20), f"dequantizing {header.path.name}")
     _check_tokenizer(header)
     with _quiet_transformers(progress):
         config = _write_weights(header, folder)
+        import_gguf(header, folder, progress)
         _write_tokenizer(header, folder)
     _write_generation_config(header, folder, config)
 

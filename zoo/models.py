@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Any
 from runtime.errors import ZooError
 from zoo.card import HubSource, ModelCard, PackageSource, Source, load_cards
 from zoo.checkpoint import Checkpoint, open_folder
+from zoo.formats.packed import read_quantization
 from zoo.gguf_header import read_gguf_header
-from zoo.hashing import sha256_file
+from zoo.hashing import sha256_file, sha256_text
 from zoo.progress import Progress, Silent
 from zoo.store import drop_leftovers, locked, read_json, slug, staged_folder, subfolder, write_json
 from zoo.suggest import nearest
@@ -86,16 +88,54 @@ def _obtain(target: Target, trust_remote_code: bool, progress: Progress, *, refr
 
 def _obtain_checked(target: Target, trust_remote_code: bool, progress: Progress, refresh: bool) -> Checkpoint:
     if target.folder is not None:
-        return open_folder(target.folder, name=target.name, trust_remote_code=trust_remote_code, progress=progress)
+        checkpoint = open_folder(
+            target.folder, name=target.name, trust_remote_code=trust_remote_code, progress=progress
+        )
+        return _unpacked(checkpoint, trust_remote_code, progress)
     if target.gguf is not None:
         return _from_gguf(target.gguf, target.name, "gguf", None, progress)
     if not refresh and (checkpoint := recorded(target, trust_remote_code)):
-        return checkpoint
+        return _unpacked(checkpoint, trust_remote_code, progress)
     with locked(target.name, progress):
         # Another process may have pulled it while this one waited.
         if not refresh and (checkpoint := recorded(target, trust_remote_code)):
-            return checkpoint
-        return _pull_first(target, trust_remote_code, progress)
+            return _unpacked(checkpoint, trust_remote_code, progress)
+        return _unpacked(_pull_first(target, trust_remote_code, progress), trust_remote_code, progress)
+
+
+def _unpacked(checkpoint: Checkpoint, trust_remote_code: bool, progress: Progress) -> Checkpoint:
+    """The same checkpoint with dense weights beside the quantized ones, where it holds the latter alone."""
+    from zoo.formats.unpack_folder import VERSION, unpack_folder
+
+    quantization = read_quantization(checkpoint.config, str(checkpoint.folder))
+    if quantization is None:
+        return checkpoint
+    facts = [checkpoint.sha256 or "", json.dumps(checkpoint.config, sort_keys=True), str(VERSION)]
+    folder = subfolder("models") / f"{slug(checkpoint.name)}-unpacked-{sha256_text(chr(10).join(facts))[:12]}"
+
+    def opened() -> Checkpoint:
+        return open_folder(
+            folder,
+            name=checkpoint.name,
+            source=checkpoint.source,
+            revision=checkpoint.revision,
+            sha256=checkpoint.sha256,
+            license=checkpoint.license,
+            card=checkpoint.card,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+
+    with locked(folder.name, progress):
+        if folder.is_dir():
+            try:
+                return opened()
+            except ZooError:
+                progress.note(f"{folder} is damaged; unpacking {checkpoint.name} again")
+        drop_leftovers(folder)
+        with staged_folder(folder) as staging:
+            unpack_folder(checkpoint.folder, checkpoint.config, checkpoint.tensors(), quantization, staging, progress)
+        return opened()
 
 
 def _pull_first(target: Target, trust_remote_code: bool, progress: Progress) -> Checkpoint:

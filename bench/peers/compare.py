@@ -3,153 +3,170 @@
 from __future__ import annotations
 
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from bench.machine import describe_machine
-from bench.peers.environments import OPENVINO_GENAI, PeerError
+from bench.machine import describe_machine, machine_name
+from bench.peers.environments import PeerError, peers_folder
+from bench.peers.peer import HERE, Peer, Setting
+from bench.peers.peer_genai import OpenVinoGenAI, OpenVinoGenAIDefaults
+from bench.peers.peer_llama import LlamaCpp
+from bench.peers.peer_transformers import Transformers
+from bench.peers.peer_vllm import VllmCpu
+from bench.peers.rounds import measure, ratios, tables
 from bench.peers.workers import Worker
 from bench.prompts import prompts_of_length
 
-HERE = Path(__file__).resolve().parent
+if TYPE_CHECKING:
+    from builder.progress import BuildProgress
 
-# What OpenVINO GenAI must be told so that its engine computes in the same formats as the recipe's.
-GENAI_WEIGHTS = {"f32": "fp32", "bf16": "fp32", "int8": "int8"}
-GENAI_TYPES = {"f32": "f32", "bf16": "bf16", "f16": "f16", "int8": "u8"}
-
-
-@dataclass
-class Row:
-    """One workload, one engine: output tokens a second of each round, and the ratio to ours, round by round."""
-
-    engine: str
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    tokens_per_second: list[float] = field(default_factory=list)
-    ratio_of_plancast: list[float] = field(default_factory=list)  # plancast / this engine, per round
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.tokens_per_second)
-
-
-def export_for_genai(checkpoint: Path, weights: str, folder: Path) -> Path:
-    """The checkpoint folder as an OpenVINO GenAI model (optimum-cli, in the peer's environment). Cached by `folder`."""
-    target = folder / f"{checkpoint.name}-{weights}"
-    if (target / "openvino_model.bin").exists():
-        return target
-    command = [
-        str(OPENVINO_GENAI.folder / "bin" / "optimum-cli"),
-        *("export", "openvino", "--model", str(checkpoint), "--task", "text-generation-with-past"),
-        *("--weight-format", weights, str(target)),
-    ]
-    print(f"exporting {checkpoint.name} for OpenVINO GenAI ({weights}) ...", file=sys.stderr)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise PeerError(f"optimum-cli cannot export {checkpoint}: {result.stderr.strip().splitlines()[-1:]}")
-    return target
+_PEERS = (OpenVinoGenAI, OpenVinoGenAIDefaults, LlamaCpp, VllmCpu, Transformers)
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in _PEERS}
+OURS = "plancast"
 
 
 def compare(
     recipe_name: str,
     *,
+    overrides: Sequence[str] = (),
+    peers: Sequence[str] = (),
     requests: tuple[int, ...] = (1, 16),
     prompt_tokens: int = 128,
     output_tokens: int = 128,
     rounds: int = 5,
     threads: int | None = None,
-) -> dict:
-    """Run the recipe's engine against OpenVINO GenAI's ContinuousBatchingPipeline at the same precision.
+    setup_only: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any] | None:
+    """Run the recipe's engine against peers, each at the nearest precision that it has.
 
-    Returns machine, settings and a row an engine and workload: tokens/s per round and the ratio round by round
-    (plancast / peer). Raises `PeerError` where the peer cannot be installed or run.
+    `overrides` change keys of the recipe as `plancast build --set` does. `peers` are names of `PEERS`; without any, all
+    of them, and one that cannot be had here is left out with its reason. Shows what it is at on stderr unless `quiet`.
+    Returns machine, settings, what was left out, and a row an engine and workload (see `bench.peers.rounds.Row`) with
+    the ratios round by round (plancast / peer); None with `setup_only`, which installs, converts and builds all that
+    a later run needs. Raises `PeerError` where a peer that was asked for cannot be installed or run.
     """
     from builder.build import build
-    from builder.recipe import load_recipe
+    from builder.progress import make_progress
+    from builder.recipe import load_recipe, recipe_hash
     from runtime.tokenizer import Tokenizer
     from zoo import resolve
+    from zoo.store import slug
 
-    threads = threads or os.cpu_count() or 1
-    recipe = load_recipe(recipe_name)
-    checkpoint = resolve(recipe.model)
-    artifact = build(recipe, Path("artifacts") / recipe.name)
-    python = OPENVINO_GENAI.ensure()
-    model = export_for_genai(
-        checkpoint.folder, GENAI_WEIGHTS[recipe.weights.dtype], OPENVINO_GENAI.folder.parent / "models"
-    )
-    common = {"threads": threads, "max_num_batched_tokens": recipe.limits.max_num_batched_tokens, "max_num_seqs": 64}
-    properties = {
-        "INFERENCE_PRECISION_HINT": GENAI_TYPES[recipe.backend.compute],
-        "KV_CACHE_PRECISION": GENAI_TYPES[recipe.kv.key],
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": recipe.backend.dynamic_quantization_group_size,
-    }
+    for name in peers:
+        if name not in PEERS:
+            raise PeerError(f"no peer is called {name!r}; there are: {', '.join(PEERS)}")
+    threads = threads or len(os.sched_getaffinity(0))
+    recipe = load_recipe(recipe_name, list(overrides))
+    # An engine of a changed recipe must not take the place of the one that the recipe's name stands for.
+    own = Path("artifacts") / recipe.name
+    out = peers_folder() / "artifacts" / f"{slug(recipe.name)}-{recipe_hash(recipe)[:12]}" if overrides else own
+    artifact = build(recipe, out, progress=make_progress(quiet=quiet))
     tokenizer = Tokenizer.load(artifact)
-    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    precision = {OURS: f"{recipe.weights.dtype} weights, {recipe.backend.compute} arithmetic, {recipe.kv.key} KV"}
+    rows: list[dict[str, Any]] = []
     with (
-        tempfile.TemporaryDirectory() as logs,
-        Worker(
-            "plancast",
-            Path(sys.executable),
-            HERE / "worker_plancast.py",
-            {**common, "artifact": str(artifact.resolve())},
-            Path(logs) / "plancast.log",
-        ) as ours,
-        Worker(
-            "openvino-genai",
-            python,
-            HERE / "worker_genai.py",
-            {**common, "model": str(model), "properties": properties},
-            Path(logs) / "genai.log",
-        ) as peer,
+        tempfile.TemporaryDirectory(prefix="plancast-peers-") as logs,
+        make_progress(quiet=quiet) as progress,
+        ExitStack() as running,
     ):
-        versions = {ours.name: ours.version, peer.name: peer.version}
+        checkpoint = resolve(recipe.model, trust_remote_code=recipe.trust_remote_code)
+        setting = Setting.of(
+            recipe,
+            checkpoint,
+            threads=threads,
+            max_num_seqs=max(requests),
+            max_model_len=prompt_tokens + output_tokens + 8,
+            logs=Path(logs),
+        )
+        config = {**setting.limits, "artifact": str(artifact.resolve())}
+        if setup_only:
+            for name in peers or PEERS:
+                with progress.stage(name):
+                    PEERS[name]().set_up(setting, progress)
+            return None
+        with progress.stage(OURS) as stage:
+            ours = Worker(OURS, Path(sys.executable), HERE / "worker_plancast.py", config, Path(logs) / f"{OURS}.log")
+            workers = [running.enter_context(ours)]
+            stage.detail = f"{ours.version}, {precision[OURS]}"
+        for name in peers or PEERS:
+            peer = PEERS[name]()
+            with progress.stage(name) as stage:
+                worker = _start(peer, setting, progress, left_out, wanted=bool(peers))
+                if worker is None:
+                    stage.detail = f"left out: {left_out[name]}"
+                    continue
+                workers.append(running.enter_context(worker))
+                precision[name] = peer.precision(recipe)
+                stage.detail = f"{worker.version}, {precision[name]}"
         for count in requests:
             prompts = prompts_of_length(tokenizer.encode, [prompt_tokens] * count)
-            measured = {worker.name: Row(worker.name, count, prompt_tokens, output_tokens) for worker in (ours, peer)}
-            for worker in (ours, peer):
-                worker.run(prompts, 8)  # warm-up
-            for turn in range(rounds):
-                for worker in (ours, peer) if turn % 2 == 0 else (peer, ours):
-                    seconds, outputs = worker.run(prompts, output_tokens)
-                    produced = sum(map(len, outputs))
-                    if produced != count * output_tokens:
-                        raise PeerError(f"{worker.name} produced {produced} tokens, not {count * output_tokens}")
-                    measured[worker.name].tokens_per_second.append(produced / seconds)
-            mine = measured["plancast"].tokens_per_second
-            for row in measured.values():
-                row.ratio_of_plancast = [a / b for a, b in zip(mine, row.tokens_per_second, strict=True)]
-                rows.append(row)
+            task = f"{count} requests" if count > 1 else "1 request"
+            with progress.stage(task) as stage:
+                measured = measure(
+                    workers,
+                    prompts,
+                    output_tokens,
+                    rounds,
+                    on_round=lambda done: progress.update("rounds", done, rounds),
+                )
+                stage.detail = ", ".join(f"{row.engine} {row.report()['median']:.0f}" for row in measured) + " tokens/s"
+            for row in measured:
+                rows.append(
+                    {
+                        **row.report(),
+                        "ratio_of_plancast": ratios(measured[0].tokens_per_second, row.tokens_per_second),
+                        "decode_ratio_of_plancast": ratios(
+                            measured[0].decode_tokens_per_second, row.decode_tokens_per_second
+                        ),
+                    }
+                )
+        versions = {worker.name: worker.version for worker in workers}
     return {
         "machine": describe_machine(),
-        "recipe": recipe_name,
+        "recipe": Path(recipe_name).stem,
+        "overrides": list(overrides),
+        "model": checkpoint.name,
+        "weights": recipe.weights.dtype,
         "threads": threads,
-        "precision": {"weights": recipe.weights.dtype, "compute": recipe.backend.compute, "kv": recipe.kv.key},
+        "precision": precision,
         "versions": versions,
-        "rows": [{**asdict(row), "median": row.median} for row in rows],
+        "left_out": left_out,
+        "rows": rows,
     }
 
 
-def print_report(report: dict) -> None:
-    """The comparison as a table: medians, and the ratio's median with its spread over the rounds."""
-    from rich.console import Console
-    from rich.table import Table
+def _start(
+    peer: Peer, setting: Setting, progress: BuildProgress, left_out: dict[str, str], *, wanted: bool
+) -> Worker | None:
+    """The peer's worker; None, with the reason in `left_out`, where it cannot be had and was not asked for by name."""
+    try:
+        return peer.start(setting, progress)
+    except PeerError as error:
+        if wanted:
+            raise
+        left_out[peer.name] = str(error)
+        return None
 
-    machine = report["machine"]
-    table = Table(title=f"{report['recipe']} on {machine['processor']}, {report['threads']} threads, {machine['date']}")
-    for title in ("requests", "engine", "output tokens/s", "plancast is"):
-        table.add_column(title, justify="right" if title != "engine" else "left")
-    for row in report["rows"]:
-        ratios = row["ratio_of_plancast"]
-        spread = f"{statistics.median(ratios):.2f} x ({min(ratios):.2f}-{max(ratios):.2f})"
-        table.add_row(
-            str(row["requests"]),
-            f"{row['engine']} {report['versions'][row['engine']]}",
-            f"{row['median']:.1f}",
-            "" if row["engine"] == "plancast" else spread,
-        )
-    Console().print(table)
+
+def print_report(report: dict[str, Any]) -> None:
+    """A table for each number of requests: medians, and the ratios' medians with their spread over the rounds."""
+    from rich.console import Console
+
+    console, machine = Console(), report["machine"]
+    console.print(
+        f"{report['recipe']} on {machine_name(machine)}, {report['threads']} threads, {machine['date']}; tokens/s of"
+        " the whole, of decoding alone and of prefill alone (medians), and how many times as fast plancast is",
+        markup=False,
+    )
+    for table in tables(report["rows"], "plancast is", "ratio_of_plancast", "decode_ratio_of_plancast"):
+        console.print(table)
+    for name, version in report["versions"].items():
+        console.print(f"{name} {version}: {report['precision'][name]}", markup=False, highlight=False)
+    for name, reason in report["left_out"].items():
+        console.print(f"left out {name}: {reason}", markup=False, highlight=False)

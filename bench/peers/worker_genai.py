@@ -21,6 +21,9 @@ def main() -> None:
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = False
     properties = {"INFERENCE_NUM_THREADS": config["threads"], "ENABLE_CPU_PINNING": False, **config["properties"]}
+    lookup = config.get("prompt_lookup")
+    if lookup:
+        properties["prompt_lookup"] = True
     pipeline = genai.ContinuousBatchingPipeline(config["model"], scheduler, "CPU", properties)
     print(json.dumps({"ready": True, "version": genai.__version__}), flush=True)
     for line in sys.stdin:
@@ -29,6 +32,8 @@ def main() -> None:
         generation.max_new_tokens = job["max_tokens"]
         generation.ignore_eos = True
         generation.do_sample = False
+        if lookup:
+            generation.num_assistant_tokens, generation.max_ngram_size = lookup["tokens"], lookup["ngram"]
         prompts = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in job["prompts"]]
         start = time.perf_counter()
         results = pipeline.generate(prompts, [generation] * len(prompts))

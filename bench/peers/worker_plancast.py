@@ -16,10 +16,11 @@ def main() -> None:
     llm = LLM(
         config["artifact"],
         num_threads=config["threads"],
-        kv_cache_memory=1 << 30,
+        kv_cache_memory=config.get("kv_cache_memory", 1 << 30),
         max_num_seqs=config["max_num_seqs"],
         max_num_batched_tokens=config["max_num_batched_tokens"],
         enable_prefix_caching=False,
+        speculative_config=config.get("speculative_config"),
     )
     print(json.dumps({"ready": True, "version": __version__}), flush=True)
     for line in sys.stdin:

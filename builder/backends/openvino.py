@@ -7,10 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from builder.backends.kv_layout import layout_of
 from builder.tracing.signature import attention_nodes
 from plugins.paged_attention.op import INPUTS
 from runtime.errors import BuildError
-from runtime.kv_layout import KvLayer, KvLayout
+from runtime.kv_layout import KvLayout
 from runtime.manifest import BackendInfo
 
 if TYPE_CHECKING:
@@ -41,19 +42,20 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
     """
     import openvino as ov
 
+    from plugins.block import op as block
     from plugins.linear import op as linear
     from plugins.native import find_native
     from runtime.executors.openvino_model import OpenVINOEngine, reason
 
-    _check_attention(model)
-    _check_gathers(model)
-    properties = engine_properties(recipe)
     native = find_native()
+    own_attention = uses_own_attention(model, recipe)
+    _check_gathers(model)
+    properties = engine_properties(recipe, own_attention=own_attention)
     blob = BLOB if recipe.backend.blob and native else None
     if recipe.backend.blob and not native and progress:
         progress.note("no compiled form: our C++ operators are not built here; each load compiles the portable form")
     try:
-        _write_ir(model, folder)
+        _write_ir(model, folder, native if own_attention else None)
         engine = OpenVINOEngine(native, properties, own_linear=recipe.backend.linear == "native")
         try:
             compiled = engine.compile_ir(folder / ENGINE)
@@ -74,38 +76,57 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         for name in (ENGINE, WEIGHTS, BLOB):
             (folder / name).unlink(missing_ok=True)
         raise
+    plugins = {linear.OP_TYPE: linear.VERSION} if engine.lowered else {}
+    if engine.blocks:
+        plugins[block.OP_TYPE] = block.VERSION
     return BackendInfo(
         name="openvino",
         version=ov.get_version(),
         properties=properties,
-        plugins={linear.OP_TYPE: linear.VERSION} if engine.lowered else {},
+        plugins=plugins,
         engine=ENGINE,
         blob=blob,
     )
 
 
+def uses_own_attention(model: ir.Model, recipe: Recipe) -> bool:
+    """Whether our C++ kernels attend, rather than OpenVINO's operation.
+
+    Raises:
+        BuildError: neither can compute a layer; says why.
+    """
+    from plugins.native import find_native
+    from plugins.paged_attention import native, openvino
+
+    own, other = None, None  # why not
+    if recipe.backend.attention != "native":
+        own = "backend.attention is openvino"
+    elif find_native() is None:
+        own = "our C++ operators, which could, are not built here: python -m plugins.native says why"
+    for node in attention_nodes(model):
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        given = {name for name, value in zip(INPUTS, node.inputs, strict=False) if value is not None}
+        where = f"layer {attributes['layer']}: "
+        if own is None and (reason := native.refusal(attributes)):
+            own = where + reason
+        if other is None and (reason := openvino.refusal(attributes, given)):
+            other = where + reason
+    if own is not None and other is not None:
+        raise BuildError(f"{other} ({own})" if own.startswith("our") else f"{other}; {own}")
+    return own is None
+
+
 def kv_layout(model: ir.Model, recipe: Recipe) -> KvLayout:
     """The KV cache that the engine of `model` has, layer by layer."""
+    from plugins.paged_attention.kv_formats import KvFormat
     from plugins.paged_attention.openvino import KV_SCALE_BYTES
 
-    layers = []
-    for node in sorted(attention_nodes(model), key=lambda node: node.attributes["layer"].as_int()):
-        layers.append(
-            KvLayer(
-                num_kv_heads=node.attributes["num_kv_heads"].as_int(),
-                key_head_size=node.attributes["head_size"].as_int(),
-                value_head_size=node.attributes["v_head_size"].as_int(),
-                key_dtype=recipe.kv.key,
-                value_dtype=recipe.kv.value,
-                key_scale_bytes=KV_SCALE_BYTES[recipe.kv.key],
-                value_scale_bytes=KV_SCALE_BYTES[recipe.kv.value],
-                sliding_window=node.attributes["sliding_window"].as_int(),
-            )
-        )
-    return KvLayout(block_size=recipe.kv.block_size, layers=tuple(layers))
+    if uses_own_attention(model, recipe):
+        return layout_of(model, recipe, KvFormat.scale_bytes)
+    return layout_of(model, recipe, lambda form, _size: KV_SCALE_BYTES[form.dtype])
 
 
-def engine_properties(recipe: Recipe) -> dict[str, str]:
+def engine_properties(recipe: Recipe, *, own_attention: bool = False) -> dict[str, str]:
     """Every property of OpenVINO that changes what the engine computes or how, none left to its default.
 
     The number of threads is the executor's to set.
@@ -119,19 +140,22 @@ def engine_properties(recipe: Recipe) -> dict[str, str]:
     allowed = KV_DTYPES.get(compute)
     if allowed is None:
         raise BuildError(f"backend.compute {compute} is not computed by OpenVINO; allowed: {', '.join(KV_DTYPES)}")
-    if kv.key != kv.value or kv.key not in allowed:
+    fits = kv.key == kv.value and kv.key in allowed
+    if not fits and not own_attention:
         raise BuildError(
             f"kv.key {kv.key} with kv.value {kv.value} is not computed by OpenVINO in {compute}; allowed, the same for "
             f"both: {', '.join(allowed)}"
         )
     if kv.block_size != BLOCK_SIZE:
         raise BuildError(f"kv.block_size {kv.block_size} is impossible with OpenVINO, which has {BLOCK_SIZE} alone")
+    # Our own attention does not look at these, and OpenVINO's takes its place where it is not built.
+    key, value = (KV_PRECISIONS[part if fits else compute] for part in (kv.key, kv.value))
     return {
         "INFERENCE_PRECISION_HINT": compute,
         "EXECUTION_MODE_HINT": "PERFORMANCE",
-        "KV_CACHE_PRECISION": KV_PRECISIONS[kv.key],
-        "KEY_CACHE_PRECISION": KV_PRECISIONS[kv.key],
-        "VALUE_CACHE_PRECISION": KV_PRECISIONS[kv.value],
+        "KV_CACHE_PRECISION": key,
+        "KEY_CACHE_PRECISION": key,
+        "VALUE_CACHE_PRECISION": value,
         # By token, a cell depends on its own token alone, and so survives a rollback.
         "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
         "VALUE_CACHE_QUANT_MODE": "BY_TOKEN",
@@ -163,17 +187,6 @@ def _loads_right(engine: OpenVINOEngine, blob: Path, expected: NDArray[np.float3
         return False
 
 
-def _check_attention(model: ir.Model) -> None:
-    from plugins.paged_attention.openvino import refusal
-
-    for node in attention_nodes(model):
-        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        given = {name for name, value in zip(INPUTS, node.inputs, strict=False) if value is not None}
-        reason = refusal(attributes, given)
-        if reason:
-            raise BuildError(f"layer {attributes['layer']}: {reason}")
-
-
 def _check_gathers(model: ir.Model) -> None:
     """OpenVINO takes an embedding's scales to be one a row, whatever the graph says, and reads past their end."""
     for node in model.graph:
@@ -190,7 +203,7 @@ def _check_gathers(model: ir.Model) -> None:
             )
 
 
-def _write_ir(model: ir.Model, folder: Path) -> None:
+def _write_ir(model: ir.Model, folder: Path, own_attention: Path | None) -> None:
     """ONNX with external data, read by OpenVINO's front end, saved as IR."""
     import onnx_ir as ir
     import openvino as ov
@@ -200,7 +213,7 @@ def _write_ir(model: ir.Model, folder: Path) -> None:
     from runtime.executors.openvino_model import reason
 
     core = ov.Core()
-    core.add_extension(conversion_extension())
+    core.add_extension(conversion_extension(own_attention))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".onnx-") as scratch:
         path = Path(scratch) / "model.onnx"
         write_out_rope(model)

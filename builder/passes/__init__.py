@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from builder.passes.base import Condition, GraphPass
+    from builder.quantization.prepare import PreparedWeights
     from builder.recipe import Recipe
 
 
@@ -63,6 +64,7 @@ def make_passes() -> list[GraphPass]:
 
 def fusing_passes() -> list[GraphPass]:
     """The passes that leave what the graph computes as it is, in f32."""
+    from builder.passes.expose_hidden import ExposeHidden
     from builder.passes.fuse_rmsnorm import FuseRMSNorm
     from builder.passes.fuse_rope import FuseRope
     from builder.passes.gather_rows import GatherRows
@@ -80,19 +82,22 @@ def fusing_passes() -> list[GraphPass]:
         FuseRMSNorm(),
         FuseRope(),
         Tidy(),
+        ExposeHidden(),
         GatherRows(),
         MergeQKV(),
         MergeGateUp(),
     ]
 
 
-def precision_passes() -> list[GraphPass]:
-    """The passes that bring a fused graph into the recipe's dtypes."""
+def precision_passes(prepared: PreparedWeights | None = None) -> list[GraphPass]:
+    """The passes that bring a fused graph into the recipe's dtypes; `prepared`: weights that are quantized already."""
     from builder.passes.quantize_kv import QuantizeKV
     from builder.passes.quantize_weights import QuantizeWeights
     from builder.passes.set_dtype import SetDtype
+    from builder.quantization.prepare import PreparedWeights
 
-    return [SetDtype(), QuantizeWeights(), QuantizeKV()]
+    prepared = prepared or PreparedWeights()
+    return [SetDtype(), QuantizeWeights(prepared.quantized), QuantizeKV(prepared.kv_scales)]
 
 
 def _operators(model: ir.Model) -> Counter[str]:

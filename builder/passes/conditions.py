@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from builder.passes.graph import dims
-from builder.tracing.signature import TABLES, attention_nodes
+from builder.tracing.signature import HIDDEN, OUTPUTS, TABLES, attention_nodes
+from builder.tracing.translate import OPSET
 from plugins.paged_attention.op import INPUTS, OP_TYPE
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-OPSET = 23
 
 
 def well_formed(model: ir.Model) -> str | None:
@@ -26,9 +25,11 @@ def well_formed(model: ir.Model) -> str | None:
         known.update(node.outputs)
     names = [value.name for value in model.graph.inputs]
     missing = [name for name in ("input_ids", "position_ids", "logits_rows", *TABLES) if name not in names]
-    if missing or [value.name for value in model.graph.outputs] != ["logits"]:
-        return f"the signature lacks {', '.join(missing) or 'the output logits'}"
-    return None if model.graph.outputs[0] in known else "nothing makes the output logits"
+    outputs = [value.name for value in model.graph.outputs]
+    if missing or outputs not in [*([name] for name in OUTPUTS.values()), [OUTPUTS["generate"], HIDDEN]]:
+        return f"the signature lacks {', '.join(missing) or 'its output'}"
+    unmade = [value.name for value in model.graph.outputs if value not in known]
+    return f"nothing makes the output {unmade[0]}" if unmade else None
 
 
 def flat_attention(model: ir.Model) -> str | None:
@@ -67,17 +68,19 @@ def f32_activations(model: ir.Model) -> str | None:
                 if value is not None and dtype is not None and dtype.is_floating_point() and dtype.name != "FLOAT":
                     return f"{node.op_type} has {value.name} in {dtype.name}"
     output = model.graph.outputs[0]
-    return None if output.dtype is not None and output.dtype.name == "FLOAT" else f"logits are {output.dtype}"
+    return None if output.dtype is not None and output.dtype.name == "FLOAT" else f"{output.name} are {output.dtype}"
 
 
 def rows_before_head(model: ir.Model) -> str | None:
-    """The product that makes the logits runs on `R` rows."""
+    """The product that makes the logits runs on `R` rows. (Hidden states need none after the rows are picked.)"""
     value: ir.Value | None = model.graph.outputs[0]
     while value is not None and (node := value.producer()) is not None:
         if node.op_type in ("MatMul", "Gemm"):
             data = node.inputs[0]
             shape = dims(data) if data is not None else None
             return None if shape and shape[0] == "R" else f"the head runs on {shape}"
+        if node.op_type == "Gather" and (rows := node.inputs[1]) is not None and rows.name == "logits_rows":
+            return None
         value = node.inputs[0]
     return None
 

@@ -27,7 +27,7 @@ class GatherRows(GraphPass):
     ensures = (well_formed, tokens_first, rows_before_head)
 
     def run(self, model: ir.Model, recipe: Recipe) -> int:
-        picks = [node for node in model.graph if _picks_rows(node)]
+        picks = [node for node in model.graph if picks_rows(node)]
         if len(picks) != 1:
             return 0
         (pick,) = picks
@@ -54,7 +54,7 @@ class GatherRows(GraphPass):
         return len(on_rows)
 
 
-def _picks_rows(node: ir.Node) -> bool:
+def picks_rows(node: ir.Node) -> bool:
     """Whether `node` is `Gather(data [T, ...], logits_rows)` along the first axis."""
     if node.op_type != "Gather" or node.domain or node.attributes.get_int("axis", 0) != 0:
         return False

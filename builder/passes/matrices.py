@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import onnx_ir as ir
 
 from builder.passes.graph import dims, weight
 
-ORIGINS = "plancast.origins"  # metadata of a merged weight: the names that it was made of, by comma
+# Metadata of a merged weight: the names that it was made of, and their output channels, by comma.
+ORIGINS, SIZES = "plancast.origins", "plancast.sizes"
 
 
 class Matrix(NamedTuple):
@@ -22,11 +22,32 @@ class Matrix(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Its name, and those of the weights that were merged into it."""
-        return [self.value.name or "", *filter(None, self.value.metadata_props.get(ORIGINS, "").split(","))]
+        return list(dict.fromkeys([self.value.name or "", *self.parts]))
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the weights that it holds, one below the other: its own, or those merged into it."""
+        return self.value.metadata_props.get(ORIGINS, self.value.name or "").split(",")
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows of it are looked up: an embedding, tied to the head or not."""
+        return any(use.node.op_type == "Gather" for use in self.value.uses())
 
 
-def matrices(model: ir.Model, skip: tuple[str, ...] = ()) -> list[Matrix]:
-    """Every matrix of `model` in the order of use, without those with a name that a shell pattern of `skip` matches."""
+def head_names(model: ir.Model) -> set[str]:
+    """The name of the weight of the product that makes the logits."""
+    for node in reversed(list(model.graph)):
+        if node.op_type in ("MatMul", "Gemm") and not node.domain:
+            value = node.inputs[1]
+            while value is not None and (maker := value.producer()) is not None:
+                value = maker.inputs[0]
+            return {value.name} if value is not None and value.name else set()
+    return set()
+
+
+def matrices(model: ir.Model) -> list[Matrix]:
+    """Every matrix of `model` that is still a float, in the order of use."""
     found = []
     for value in model.graph.initializers.values():
         tensor, shape = weight(value), dims(value)
@@ -36,9 +57,7 @@ def matrices(model: ir.Model, skip: tuple[str, ...] = ()) -> list[Matrix]:
         axis = next(iter(axes), None)
         if len(axes) != 1 or axis is None:
             continue
-        matrix = Matrix(value, tensor, axis)
-        if not any(fnmatchcase(name, pattern) for name in matrix.names for pattern in skip):
-            found.append(matrix)
+        found.append(Matrix(value, tensor, axis))
     return found
 
 

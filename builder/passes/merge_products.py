@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from builder.passes.graph import Editor, dims, made_by, only_user, replace, weight
-from builder.passes.matrices import ORIGINS
+from builder.passes.matrices import ORIGINS, SIZES
 from builder.weights import lazy, static_shape
 
 
@@ -70,6 +70,7 @@ def merge(editor: Editor, products: Sequence[Product], label: str) -> None:
         ),
     )
     merged.metadata_props[ORIGINS] = ",".join(names)
+    merged.metadata_props[SIZES] = ",".join(map(str, sizes))
     turned = editor.node(first, "Transpose", [merged], (columns, total), attributes={"perm": [1, 0]})
     result = editor.node(first, "MatMul", [data, turned], (*lead, total))
     if any(p.bias is not None for p in products):

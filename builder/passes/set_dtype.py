@@ -10,6 +10,7 @@ from builder.passes.base import GraphPass
 from builder.passes.conditions import f32_activations, well_formed
 from builder.passes.graph import Editor, dims
 from builder.passes.matrices import matrices
+from builder.quantization.scheme import scheme_of
 from builder.weights import cast
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ _DTYPES = {"f16": "FLOAT16", "bf16": "BFLOAT16"}
 
 
 class SetDtype(GraphPass):
-    """Each matrix becomes bf16 or f16 behind a `Cast` to f32 (of an embedding: behind the rows that are looked up).
+    """Each matrix whose scheme is bf16 or f16 becomes so, behind a `Cast` to f32.
+
+    Of an embedding: behind the rows that are looked up.
 
     In which dtype the products run is the backend's matter (`backend.compute`): it folds the casts into them.
     """
@@ -29,12 +32,15 @@ class SetDtype(GraphPass):
     ensures = (well_formed, f32_activations)
 
     def run(self, model: ir.Model, recipe: Recipe) -> int:
-        if recipe.weights.dtype not in _DTYPES:
-            return 0
-        dtype = ir.DataType[_DTYPES[recipe.weights.dtype]]
         editor = Editor(model)
-        found = matrices(model, recipe.weights.skip)
-        for value, tensor, _ in found:
+        done = 0
+        for matrix in matrices(model):
+            scheme = scheme_of(recipe.weights, matrix.names)
+            if scheme.dtype not in _DTYPES:
+                continue
+            done += 1
+            dtype = ir.DataType[_DTYPES[scheme.dtype]]
+            value, tensor, _ = matrix
             uses = list(value.uses())
             stored = cast(tensor, dtype)
             stored.name = value.name
@@ -52,7 +58,7 @@ class SetDtype(GraphPass):
                         node, "Cast", [value], shape, attributes={"to": ir.DataType.FLOAT}, dtype=ir.DataType.FLOAT
                     )
                 node.replace_input_with(index, back)
-        return len(found)
+        return done
 
     @staticmethod
     def _cast_rows(gather: ir.Node) -> None:

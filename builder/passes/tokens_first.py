@@ -50,10 +50,10 @@ class TokensFirst(GraphPass):
             if all(token_axis(shape) is None for shape in shapes):
                 continue
             changed += _Rewriter(layout, node).run()
-        (logits,) = model.graph.outputs
-        form = layout.form(logits, nodes[-1])
-        if form is not logits:
-            replace(logits, form)
+        for output in list(model.graph.outputs):
+            form = layout.form(output, nodes[-1])
+            if form is not output:
+                replace(output, form)
         common.RemoveUnusedNodesPass()(model)
         return changed
 

@@ -65,7 +65,7 @@ def attention(
     Raises:
         BuildError: the layer asks for something that the operator does not do.
     """
-    import torch
+    from plugins.paged_attention.torch_op import paged_attention
 
     layer = getattr(module, "layer_idx", None)
     name = f"{type(module).__name__} (layer {layer})"
@@ -92,7 +92,7 @@ def attention(
 
     num_heads, head_size, v_head_size = query.shape[1], query.shape[3], value.shape[3]
     scale = kwargs.get("scaling")
-    out = torch.ops.plancast.paged_attention(
+    out = paged_attention(
         flat(query),
         flat(key),
         flat(value),

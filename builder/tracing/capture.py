@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -10,24 +11,28 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from builder.tracing import attention
+from builder.tracing.translate import to_onnx
 from runtime.errors import BuildError, PlancastError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-OPSET = 23  # the fusions to RMSNormalization and RotaryEmbedding exist for this opset exactly
+    from builder.drafts.head import EagleHead
+    from builder.recipe import Task
 
 
-def instantiate(config: Any, *, trust_remote_code: bool) -> torch.nn.Module:
+def instantiate(config: Any, *, trust_remote_code: bool, task: Task = "generate") -> torch.nn.Module:
     """The model of `config` in f32, its parameters on the meta device, its buffers (rotary frequencies) real.
 
+    With the task "embed" it is the base model, which ends in the last hidden state and has no head.
+
     Raises:
-        BuildError: transformers has no causal language model for this config, or cannot make it.
+        BuildError: transformers has no such model for this config, or cannot make it.
     """
     import accelerate
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from builder.tracing import experts
 
@@ -37,7 +42,7 @@ def instantiate(config: Any, *, trust_remote_code: bool) -> torch.nn.Module:
     config.use_cache = False
     try:
         with accelerate.init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
+            model = (AutoModel if task == "embed" else AutoModelForCausalLM).from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=attention.IMPLEMENTATION,
@@ -46,50 +51,51 @@ def instantiate(config: Any, *, trust_remote_code: bool) -> torch.nn.Module:
             )
     except (ValueError, ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise BuildError(
-            f"transformers cannot make a causal language model of type {config.model_type!r}: {_first_line(error)}"
+            f"transformers cannot make a {'base' if task == 'embed' else 'causal language'} model of type "
+            f"{config.model_type!r}: {_first_line(error)}"
         ) from error
     model.eval()
     model.tie_weights()
     return model
 
 
-def capture(model: torch.nn.Module) -> ir.Model:
+def capture(model: torch.nn.Module, task: Task = "generate") -> ir.Model:
     """Trace `model` over flat tokens: input_ids, position_ids `i64[T]`, logits_rows `i64[R]` -> logits `f32[R, V]`.
+
+    With the task "embed": -> the last hidden states `f32[R, H]`.
 
     The weights become graph inputs that bear their names: they have no value, and so an optimizer cannot fold them.
 
     Raises:
         BuildError: the model cannot be traced.
     """
+    return _export(model, _flat_model(model, task), None)
+
+
+def capture_head(head: EagleHead) -> ir.Model:
+    """Trace a head over flat slots: input_ids, position_ids `i64[T]`, logits_rows `i64[R]`, hidden_states `f32[T, H]`
+    -> logits `f32[R, D]` and the outputs `f32[R, H]` that they were read off. See `capture`."""
+    return _export(head, _flat_head(head), head.config.hidden_size)
+
+
+def _export(model: torch.nn.Module, flat: torch.nn.Module, hidden_size: int | None) -> ir.Model:
+    """Trace `flat`, which runs `model` over flat tokens; `hidden_size`: of the hidden states that it takes, if any."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from plugins.paged_attention.torch_op import translation_table
-
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
     _replace_parameters(model, fake_mode)
     with fake_mode:
-        example = (
-            torch.zeros(7, dtype=torch.int64),
-            torch.zeros(7, dtype=torch.int64),
-            torch.zeros(3, dtype=torch.int64),
-        )
+        example = [torch.zeros(length, dtype=torch.int64) for length in (7, 7, 3)]
+        if hidden_size is not None:
+            example.append(torch.zeros(7, hidden_size))
     tokens, rows = torch.export.Dim("T", min=2), torch.export.Dim("R", min=2)
+    shapes = ({0: tokens}, {0: tokens}, {0: rows}, {0: tokens})[: len(example)]
     try:
-        with attention.mask_tags(model), torch.no_grad(), _quiet():
-            program = torch.export.export(
-                _flat_model(model), example, dynamic_shapes=({0: tokens}, {0: tokens}, {0: rows}), strict=False
-            )
-            onnx_program = torch.onnx.export(
-                program,
-                (),
-                dynamo=True,
-                opset_version=OPSET,
-                optimize=False,
-                verbose=False,
-                custom_translation_table=translation_table(),
-            )
+        with attention.mask_tags(model), torch.no_grad(), _quiet(), _no_garbage_collection():
+            program = torch.export.export(flat, tuple(example), dynamic_shapes=shapes, strict=False)
+            traced = to_onnx(program).model
     except Exception as error:
         for cause in _causes(error):
             if isinstance(cause, PlancastError):
@@ -98,13 +104,11 @@ def capture(model: torch.nn.Module) -> ir.Model:
             f"{type(model).__name__} cannot be traced: {_first_line(error)}; "
             "see docs/families.md for the models that can be built"
         ) from error
-    assert onnx_program is not None
-    traced = onnx_program.model
     _expose_weights(traced)
     return traced
 
 
-def _flat_model(model: torch.nn.Module) -> torch.nn.Module:
+def _flat_model(model: torch.nn.Module, task: Task) -> torch.nn.Module:
     """`model` over flat tokens: one sequence, as far as it can tell; attention alone knows where sequences end."""
     import torch
 
@@ -116,12 +120,39 @@ def _flat_model(model: torch.nn.Module) -> torch.nn.Module:
         def forward(
             self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_rows: torch.Tensor
         ) -> torch.Tensor:
-            output = self.model(
-                input_ids=input_ids[None], position_ids=position_ids[None], logits_to_keep=logits_rows, use_cache=False
-            )
-            return output.logits[0]
+            batch = {"input_ids": input_ids[None], "position_ids": position_ids[None], "use_cache": False}
+            if task == "embed":
+                return self.model(**batch).last_hidden_state[:, logits_rows, :][0]
+            return self.model(**batch, logits_to_keep=logits_rows).logits[0]
 
     return FlatModel()
+
+
+def _flat_head(head: EagleHead) -> torch.nn.Module:
+    """`head` over flat slots, attending through our operator."""
+    import torch
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scaling = head.config.head_size**-0.5
+        return attention.attention(head, q, k, v, attention.MaskTag(0), scaling=scaling)[0]
+
+    class FlatHead(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = head
+
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            position_ids: torch.Tensor,
+            logits_rows: torch.Tensor,
+            hidden_states: torch.Tensor,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            outputs = self.model(input_ids[None], hidden_states[None], head.rope(position_ids[None]), attend)
+            picked = outputs[:, logits_rows, :][0]
+            return head.lm_head(picked), picked
+
+    return FlatHead()
 
 
 def _replace_parameters(model: torch.nn.Module, fake_mode: Any) -> None:
@@ -152,6 +183,18 @@ def _expose_weights(traced: ir.Model) -> None:
             value.const_value = None
             value.name = name.removeprefix("model.")
             graph.inputs.append(value)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A capture makes millions of small objects that live to its end: looking for garbage among them is idle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

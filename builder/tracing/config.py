@@ -9,9 +9,11 @@ from builder import families
 from runtime.errors import BuildError
 
 if TYPE_CHECKING:
+    from builder.recipe import Task
     from zoo.checkpoint import Checkpoint
 
-_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+# How the classes end whose checkpoints can be built, by task. An embedding needs no head: base models will do.
+_SUFFIXES = {"generate": ("ForCausalLM", "LMHeadModel"), "embed": ("ForCausalLM", "LMHeadModel", "Model")}
 
 
 def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
@@ -32,7 +34,7 @@ def load_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def check_config(config: Any, *, max_context_len: int) -> None:
+def check_config(config: Any, *, max_context_len: int, task: Task = "generate") -> None:
     """Refuse the configs that cannot be traced, or would trace into a graph that computes something else.
 
     Raises:
@@ -44,8 +46,10 @@ def check_config(config: Any, *, max_context_len: int) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise BuildError(f"{kind} is an encoder-decoder; only decoders (causal language models) can be built")
     architectures = getattr(config, "architectures", None) or []
-    if architectures and not any(name.endswith(_CAUSAL_SUFFIXES) for name in architectures):
-        raise BuildError(f"{', '.join(architectures)} is not a causal language model (...ForCausalLM)")
+    if architectures and not any(name.endswith(_SUFFIXES[task]) for name in architectures):
+        base = any(name.endswith("Model") for name in architectures)
+        hint = "; a base model has no head, and can be built with task: embed" if base else ""
+        raise BuildError(f"{', '.join(architectures)} is not a causal language model (...ForCausalLM){hint}")
     layer_types = set(getattr(config, "layer_types", None) or ())
     if unknown := sorted(layer_types - families.LAYER_TYPES):
         raise BuildError(

@@ -19,6 +19,10 @@ TABLES: dict[str, tuple[str, ...]] = {
     "max_context_len": (),
 }
 DEFAULT_BLOCK_SIZE = 32
+# By task, the name of the engine's one output: logits [R, V], or the last hidden states [R, H].
+OUTPUTS = {"generate": "logits", "embed": "hidden"}
+# What a target gives a head, and a head itself, beside the logits: the hidden states [R, H] that they were read off.
+HIDDEN = OUTPUTS["embed"]
 
 
 def attention_nodes(model: ir.Model) -> list[ir.Node]:
@@ -56,8 +60,8 @@ def wire_caches(model: ir.Model) -> None:
             node.resize_inputs(len(node.inputs) - 1)
 
 
-def name_dimensions(model: ir.Model) -> None:
-    """Call the traced dimensions T (tokens) and R (rows that want logits), everywhere; the output `logits`."""
+def name_dimensions(model: ir.Model, output: str = "logits") -> None:
+    """Call the traced dimensions T (tokens) and R (rows that want an output), everywhere; and name the output."""
     import onnx_ir as ir
 
     inputs = {value.name: value for value in model.graph.inputs}
@@ -79,4 +83,4 @@ def name_dimensions(model: ir.Model) -> None:
     for node in model.graph:
         for value in node.outputs:
             rename(value)
-    model.graph.outputs[0].name = "logits"
+    model.graph.outputs[0].name = output

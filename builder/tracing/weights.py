@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Tensors that older checkpoints carry and no model reads: precomputed frequencies and causal masks.
-_LEFTOVERS = re.compile(r"rotary_emb\.inv_freq$|\.attn(ention)?\.(masked_)?bias$")
+# Tensors that older checkpoints carry and no model reads: precomputed frequencies and causal masks. And the head, which
+# an engine that embeds goes without.
+_LEFTOVERS = re.compile(r"rotary_emb\.inv_freq$|\.attn(ention)?\.(masked_)?bias$|^(lm_head|embed_out)\.")
 _SHOWN = 8  # names that an error lists
 
 
@@ -37,9 +38,9 @@ def attach_weights(traced: ir.Model, model: torch.nn.Module, checkpoint: Checkpo
     """
     import onnx_ir as ir
 
-    sources = _sources(model, checkpoint)
+    sources = find_sources(model, checkpoint)
     buffers = dict(model.named_buffers())
-    aliases = _aliases(model)
+    aliases = find_aliases(model)
     missing, misshapen = [], []
     for value in [v for v in traced.graph.inputs if v.name in aliases]:
         assert value.name is not None
@@ -74,7 +75,7 @@ def attach_weights(traced: ir.Model, model: torch.nn.Module, checkpoint: Checkpo
         )
 
 
-def _aliases(model: torch.nn.Module) -> dict[str, list[str]]:
+def find_aliases(model: torch.nn.Module) -> dict[str, list[str]]:
     """Every name of a weight -> all names of that weight (tied weights have several), itself first."""
     by_identity: dict[int, list[str]] = {}
     for name, weight in [
@@ -85,7 +86,7 @@ def _aliases(model: torch.nn.Module) -> dict[str, list[str]]:
     return {name: [name, *(n for n in names if n != name)] for names in by_identity.values() for name in names}
 
 
-def _sources(model: torch.nn.Module, checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
+def find_sources(model: torch.nn.Module, checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
     """The checkpoint's tensors by the name of the model's weight that each is, converted where layouts differ."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

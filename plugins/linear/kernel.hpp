@@ -1,40 +1,76 @@
-// y = x W^T (+ bias): int8 weights in strips of 32 channels, activations quantized row by row (see op.py).
+// The kernels of a product for each instruction set, and which one this machine gets. Free of OpenVINO.
+//
+// Integer sums are exact, and what follows them is done in one order with one rounding a step: int8 and int4 weights give
+// the same bits with every instruction set. bf16 products are rounded by the hardware's own rules.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include <vector>
+
+#include "linear/weight.hpp"
 
 namespace plancast::linear {
 
-constexpr size_t kStrip = 32;
+enum class Isa { portable, avx2, avx_vnni, avx512_vnni, avx512_bf16, amx };
 
-enum class Isa { portable, avx2, avx512_vnni };
+struct Kernels {
+    // One row f32 [columns] into row `row` of `rows`.
+    void (*quantize)(const float* x, const Weight& weight, const Rows& rows, size_t row);
+    // Rows [first, first + count) times strip `strip`. Weights are read ahead up to
+    // `end`; null: not at all.
+    void (*multiply)(const Weight& weight, const Rows& rows, size_t strip, size_t first, size_t count,
+                     const Target& target, const uint8_t* end);
+    // y = x / sqrt(mean(x^2) + epsilon) * gain, f32 [columns].
+    void (*rms_norm)(const float* x, const float* gain, float epsilon, size_t columns, float* y);
+    // y = silu(gate) * up, f32 [columns].
+    void (*silu_mul)(const float* gate, const float* up, size_t columns, float* y);
+    // Called by each thread after its last `multiply` of a task; null: nothing to do.
+    void (*release)() = nullptr;
+    // Whether int8 activations of int8 weights take 16 bits, too.
+    bool wide = false;
+};
 
-// The best instruction set of this machine, or the one that PLANCAST_ISA names (portable | avx2 | avx512_vnni) where
-// the machine has it. Read once.
+// The best instruction set of this machine, or the best up to the one that PLANCAST_ISA names (portable | avx2 |
+// avx_vnni | avx512_vnni | avx512_bf16 | amx). Read once.
 Isa best_isa();
+const char* isa_name(Isa isa);
+bool has_isa(Isa isa);
+const Kernels& kernels(Isa isa);
 
-// The largest quantized activation: sums of int8 products stay within 32 bits.
+// The largest quantized int16 activation: sums of int8 products stay within 32 bits, and its upper byte in 8.
 int32_t activation_levels(size_t columns);
 
-// One row f32 [columns] -> int16 [padded columns, a multiple of 2; the padding is 0]; returns the row's scale: 0 for a
-// row of zeros, NaN for one that is not finite.
-float quantize_row(Isa isa, const float* x, size_t columns, int32_t levels, int16_t* out);
+// Tiles of 16 rows read past the last one; what comes of that is dropped.
+constexpr size_t kRowsBehind = 15;
 
-// Rows [0, rows) of strip `strip`: y[m * channels + n] for its channels n (at most 32, fewer in the last strip).
-// `quantized` is [rows, padded], `packed` the whole weight [strips, pairs, 32, 2].
-struct Problem {
-    const int16_t* quantized;
-    const float* row_scale;
-    const int8_t* packed;
-    const float* scale;
-    const float* bias;  // may be null
-    float* y;
-    size_t rows, columns, channels;
-    size_t pairs() const { return (columns + 1) / 2; }
-    size_t padded() const { return pairs() * 2; }
-    size_t strips() const { return (channels + kStrip - 1) / kStrip; }
+// Memory for the activations of one product after another.
+class RowsBuffer {
+public:
+    // Room for `rows` rows of what `weight` takes, and for kRowsBehind more that kernels may read. What stood there is lost.
+    const Rows& reserve(const Weight& weight, size_t rows, bool wide);
+
+private:
+    std::vector<uint8_t> storage_;
+    Rows rows_{};
 };
-void multiply_strip(Isa isa, const Problem& problem, size_t strip);
+
+// The rows that a product takes, [rows, columns], and what is done to each before it is rounded.
+struct Source {
+    enum Step { plain, rms_norm, silu_mul } step = plain;
+    const float* x = nullptr;
+    size_t stride = 0;          // of x and up, in floats
+    const float* up = nullptr;  // silu_mul: the rows that silu(x) is multiplied by
+    const float* gain = nullptr;  // rms_norm: [columns]
+    float epsilon = 0;
+};
+
+// y = source W^T on at most `threads` threads.
+void multiply(const Weight& weight, const Source& source, size_t rows, const Target& target, RowsBuffer& buffer,
+              size_t threads, Isa isa);
+
+// One row of a source: where it lies, or in `buffer` [columns] what comes of it.
+const float* source_row(const Source& source, size_t row, size_t columns, const Kernels& kernel, float* buffer);
+
+// Rows fewer than this are not worth sharing out when each takes a microsecond or less.
+constexpr size_t kRowsOfOne = 6;
 
 }  // namespace plancast::linear

@@ -17,6 +17,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent
 _LIBRARY = "libplancast_native.so"
+_BUNDLED = "lib"
 
 
 class NativeBuildError(Exception):
@@ -29,9 +30,11 @@ def native_folder() -> Path:
 
 
 def find_native() -> Path | None:
-    """The library built from these very sources for the installed OpenVINO; None where there is none."""
-    library = _library_path()
-    return library if library.is_file() else None
+    """The library built from these very sources for the installed OpenVINO; None where there is none.
+
+    One that was built here comes before the one that a wheel carries.
+    """
+    return next((path for path in (_library_path(), _bundled_path()) if path.is_file()), None)
 
 
 def build_native() -> Path:
@@ -40,9 +43,10 @@ def build_native() -> Path:
     Raises:
         NativeBuildError: no CMake, no C++ compiler, or the build failed.
     """
+    found = find_native()
+    if found is not None:
+        return found
     library = _library_path()
-    if library.is_file():
-        return library
     for tool in ("cmake", os.environ.get("CXX") or "c++"):
         if not shutil.which(tool):
             raise NativeBuildError(f"`{tool}` is not on the PATH: install CMake and a C++17 compiler")
@@ -54,6 +58,20 @@ def build_native() -> Path:
         _run(["cmake", "--build", build, "--config", "Release", "--parallel"])
         os.replace(Path(build) / _LIBRARY, library)  # whole or not at all, whoever else builds
     return library
+
+
+def bundle_native() -> Path:
+    """Build the library and copy it among the sources, where a wheel takes it from; returns the copy.
+
+    Raises:
+        NativeBuildError: as `build_native`.
+    """
+    built, bundled = build_native(), _bundled_path()
+    if built != bundled:
+        shutil.rmtree(SOURCE / _BUNDLED, ignore_errors=True)
+        bundled.parent.mkdir(parents=True)
+        shutil.copyfile(built, bundled)
+    return bundled
 
 
 def _run(command: list[str]) -> None:
@@ -68,12 +86,21 @@ def _library_path() -> Path:
     return native_folder() / _key() / _LIBRARY
 
 
+def _bundled_path() -> Path:
+    return SOURCE / _BUNDLED / _key() / _LIBRARY
+
+
 @cache
 def _key() -> str:
     """Names what the library depends on: the OpenVINO version, the machine, and the sources."""
     from importlib.metadata import version
 
-    sources = [*SOURCE.glob("*.cpp"), SOURCE / "CMakeLists.txt", *SOURCE.parent.glob("*/*.[ch]pp")]
+    sources = [
+        *SOURCE.glob("*.cpp"),
+        SOURCE / "CMakeLists.txt",
+        *SOURCE.parent.glob("*/*.[ch]pp"),
+        *SOURCE.parent.glob("*/*.inc"),
+    ]
     digest = hashlib.sha256()
     for path in sorted(set(sources)):
         digest.update(path.relative_to(SOURCE.parent).as_posix().encode() + path.read_bytes())

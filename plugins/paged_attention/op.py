@@ -7,7 +7,7 @@ from __future__ import annotations
 
 DOMAIN = "plancast"
 OP_TYPE = "PagedAttention"
-VERSION = 1
+VERSION = 2
 INPUTS = (
     "query",
     "key",
@@ -32,7 +32,8 @@ Its blocks are `block_ids[block_starts[b]:block_starts[b + 1]]`, and `past_lens[
 The new keys and values are written to their blocks, then row `i` of the sequence attends to its first
 `past_lens[b] + i + 1` tokens (to the last `sliding_window` of them if that is > 0). Scores are `scale * q.k`, passed
 through `softcap * tanh(score / softcap)` if `softcap` > 0, plus `alibi_slopes[h] * (key - query position)`; `sinks[h]`
-joins the softmax as one more score that has no value."""
+joins the softmax as one more score that has no value. How cells are stored is what `kv_dtype`, `group_size`, `rotate`
+and the static scales say (`kv_formats.py`)."""
 
 _T = "tensor(float)", "tensor(float16)", "tensor(bfloat16)"
 _CACHE = (*_T, "tensor(int8)", "tensor(uint8)", "tensor(float8e4m3fn)", "tensor(float8e5m2)")
@@ -92,7 +93,11 @@ def register_onnx_schema() -> None:
             OpSchema.Attribute("scale", OpSchema.AttrType.FLOAT, "factor on q.k", required=True),
             attribute("sliding_window", 0, "tokens a row sees, itself included; 0: all"),
             attribute("softcap", 0.0, "bound of the scores; 0: none"),
-            attribute("kv_dtype", "f32", "cell format: f32, f16, bf16, int8, int4, fp8_e4m3; or key:value"),
+            attribute("kv_dtype", "f32", "f32, f16, bf16, int8, int4, fp8_e4m3 or fp8_e5m2; or key:value"),
+            attribute("group_size", 32, "int4: elements that share a scale"),
+            attribute("rotate", "none", "none, key, value, both: stored after a Walsh-Hadamard transform"),
+            attribute("key_scale", 0.0, "fp8 keys: one static scale; 0: a scale a token and head"),
+            attribute("value_scale", 0.0, "the same of values"),
             attribute("block_size", 32, "tokens a block"),
             attribute("layer", None, "index of the layer, and of its caches"),
         ],

@@ -10,6 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from plugins.paged_attention.kv_formats import KvFormat
+from plugins.paged_attention.kv_formats import rotate as rotated
+
 Floats = NDArray[np.floating]
 Ints = NDArray[np.integer]
 
@@ -36,6 +39,9 @@ def reference(
     sliding_window: int = 0,
     softcap: float = 0.0,
     block_size: int,
+    key_format: KvFormat | None = None,
+    value_format: KvFormat | None = None,
+    rotate: str = "none",
 ) -> Floats:
     """Attend over the paged cache, after writing the new tokens into it in place.
 
@@ -43,8 +49,9 @@ def reference(
         query: [T, num_heads * head_size]; RoPE and norms already applied.
         key: [T, num_kv_heads * head_size].
         value: [T, num_kv_heads * v_head_size].
-        key_cache: [num_blocks, num_kv_heads, block_size, head_size], written in place.
-        value_cache: [num_blocks, num_kv_heads, block_size, v_head_size], written in place.
+        key_cache: [num_blocks, num_kv_heads, block_size, head_size], written in place; u8 pages [num_blocks,
+            num_kv_heads, block_size * cell bytes] where `key_format` is given (see `kv_formats.py`).
+        value_cache: [num_blocks, num_kv_heads, block_size, v_head_size], written in place; or pages.
         past_lens: [B] tokens that each sequence already has in the cache.
         query_starts: [B+1] first row of each sequence; the last entry is T. A sequence may have no new row.
         block_ids: [N] the block tables end to end; each covers past and new tokens, and may have spare blocks.
@@ -55,6 +62,8 @@ def reference(
         scale: multiplies the dot products.
         sliding_window: tokens that a query sees, itself included; 0 sees all.
         softcap: `softcap * tanh(logit / softcap)` on the scaled dot products; 0 is off (Gemma 2).
+        rotate: none | key | value | both: what is stored after a Walsh-Hadamard transform. Queries are transformed with
+            the keys, and the result is transformed back with the values.
 
     Returns:
         attention [T, num_heads * v_head_size], in query's dtype. The sums run in f32 (f64 for f64 input).
@@ -69,10 +78,12 @@ def reference(
             "query": (T, num_heads * head_size),
             "key": (T, num_kv_heads * head_size),
             "value": (T, num_kv_heads * v_head_size),
-            "key_cache": (None, num_kv_heads, block_size, head_size),
-            "value_cache": (key_cache.shape[0], num_kv_heads, block_size, v_head_size),
+            "key_cache": _cache_shape(None, num_kv_heads, block_size, head_size, key_format),
+            "value_cache": _cache_shape(key_cache.shape[0], num_kv_heads, block_size, v_head_size, value_format),
         },
     )
+    if rotate not in ("none", "key", "value", "both"):
+        raise ValueError(f"rotate is {rotate!r}; none, key, value or both")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
@@ -85,6 +96,10 @@ def reference(
     q_TKGD = query.reshape(T, num_kv_heads, group, head_size).astype(compute)
     k_TKD = key.reshape(T, num_kv_heads, head_size)
     v_TKD = value.reshape(T, num_kv_heads, v_head_size)
+    if rotate in ("key", "both"):
+        q_TKGD, k_TKD = rotated(q_TKGD).astype(compute), rotated(k_TKD)
+    if rotate in ("value", "both"):
+        v_TKD = rotated(v_TKD)
     sinks_KG11 = np.full(num_heads, -np.inf, compute) if sinks is None else sinks.astype(compute)
     sinks_KG11 = sinks_KG11.reshape(num_kv_heads, group, 1, 1)
     out_TKGD = np.zeros((T, num_kv_heads, group, v_head_size), compute)
@@ -97,16 +112,16 @@ def reference(
         table = block_ids[block_starts[b] : block_starts[b + 1]]
         positions = np.arange(past, total)
         blocks, cells = table[positions // block_size], positions % block_size
-        key_cache[blocks, :, cells] = k_TKD[rows]
-        value_cache[blocks, :, cells] = v_TKD[rows]
+        _write(key_cache, blocks, cells, k_TKD[rows], block_size, key_format)
+        _write(value_cache, blocks, cells, v_TKD[rows], block_size, value_format)
         spans.append((rows, past, total, table))
 
     for rows, past, total, table in spans:
         if rows.start == rows.stop:
             continue
         used = table[: -(-total // block_size)]
-        k_KSD = _gather(key_cache, used, total).astype(compute)
-        v_KSD = _gather(value_cache, used, total).astype(compute)
+        k_KSD = _gather(key_cache, used, total, block_size, head_size, key_format).astype(compute)
+        v_KSD = _gather(value_cache, used, total, block_size, v_head_size, value_format).astype(compute)
         logits_KGTS = np.einsum("tkgd,ksd->kgts", q_TKGD[rows], k_KSD, optimize=True) * compute(scale)
         if softcap:
             logits_KGTS = softcap * np.tanh(logits_KGTS / compute(softcap))
@@ -123,13 +138,31 @@ def reference(
         weights_KGTS = np.exp(logits_KGTS - peak)
         sums = weights_KGTS.sum(axis=-1, keepdims=True) + np.exp(sinks_KG11 - peak)
         out_TKGD[rows] = np.einsum("kgts,ksd->tkgd", weights_KGTS / sums, v_KSD, optimize=True)
+    if rotate in ("value", "both"):
+        out_TKGD = rotated(out_TKGD).astype(compute)
     return out_TKGD.reshape(T, num_heads * v_head_size).astype(query.dtype)
 
 
-def _gather(cache: Floats, blocks: Ints, total: int) -> Floats:
-    """A sequence's cells [num_kv_heads, total, head size] out of the blocks [num_blocks, num_kv_heads, cells, size]."""
-    _, heads, _, size = cache.shape
-    return cache[blocks].transpose(1, 0, 2, 3).reshape(heads, -1, size)[:, :total]
+def _cache_shape(
+    num_blocks: int | None, heads: int, block_size: int, size: int, form: KvFormat | None
+) -> tuple[int | None, ...]:
+    if form is None:
+        return num_blocks, heads, block_size, size
+    return num_blocks, heads, block_size * form.cell_bytes(size)
+
+
+def _write(cache: NDArray, blocks: Ints, cells: Ints, rows: Floats, block_size: int, form: KvFormat | None) -> None:
+    """Store rows [t, num_kv_heads, size] in the cells of their blocks."""
+    if form is None:
+        cache[blocks, :, cells] = rows
+    else:
+        form.write(cache, blocks, cells, rows.astype(np.float32), block_size)
+
+
+def _gather(cache: NDArray, blocks: Ints, total: int, block_size: int, size: int, form: KvFormat | None) -> Floats:
+    """A sequence's cells [num_kv_heads, total, size] out of its blocks [num_blocks, num_kv_heads, cells, size]."""
+    cells = cache[blocks] if form is None else form.read(cache, blocks, block_size, size)
+    return cells.transpose(1, 0, 2, 3).reshape(cells.shape[1], -1, size)[:, :total]
 
 
 def _check_shapes(arrays: dict[str, Floats], expected: dict[str, tuple[int | None, ...]]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from runtime.artifact import Artifact
 from runtime.chat_template import ChatTemplate
 from runtime.config import EngineConfig
-from runtime.engine_client import MAX_RESTARTS, EngineClient, InProcessEngine
+from runtime.engine_client import MAX_RESTARTS, STEP_TIMEOUT_S, EngineClient, InProcessEngine
 from runtime.engine_process import DEFAULT_FACTORY, EngineSpec
 from runtime.errors import PlancastError, RequestError
 from runtime.memory import parse_size
@@ -22,6 +22,7 @@ from runtime.messages import AbortRequests, EngineRequest, RequestDelta
 from runtime.output_processor import OutputProcessor
 from runtime.outputs import RequestOutput
 from runtime.sampling_params import SamplingParams
+from runtime.speculation.config import SpeculationConfig, parse_speculation
 from runtime.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
@@ -49,9 +50,13 @@ class Frontend(Generic[BoxT]):
         in_process: the engine runs in a thread here; else in a process of its own, which is replaced when it dies.
         num_threads: of the engine; None: the artifact's default, or the machine's cores.
         kv_cache_memory: bytes, or a size such as "1GiB"; None: the artifact's default, or a share of the free memory.
+        speculative_config: how to draft, as `runtime.speculation.config.parse_speculation` reads it: vLLM's JSON or
+            dictionary, or a method ("ngram"); "off" for none; None: as the artifact's recipe says.
         verify: "quick", or "full" to hash every file first.
         max_logprobs: the most log probabilities a position that a request may ask for; -1: no limit.
         max_restarts: deaths of the engine's process within five minutes that are mended.
+        engine_step_timeout: seconds; a process that does not finish a step for so long is replaced like a dead one.
+            None or 0: it may take for ever. An engine in process cannot be replaced.
         executor_factory: `module:function` that opens the engine, and `executor_args` for it.
         engine_options: fields of `EngineConfig`.
 
@@ -67,20 +72,25 @@ class Frontend(Generic[BoxT]):
         in_process: bool,
         num_threads: int | None = None,
         kv_cache_memory: int | str | None = None,
+        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
         verify: str = "quick",
         max_logprobs: int = 20,
         max_restarts: int = MAX_RESTARTS,
+        engine_step_timeout: float | None = STEP_TIMEOUT_S,
         executor_factory: str | None = None,
         executor_args: dict[str, Any] | None = None,
         **engine_options: Any,
     ):
         if verify not in ("quick", "full"):
             raise PlancastError(f"verify is {verify!r}: choose quick or full")
+        if engine_step_timeout is not None and not engine_step_timeout >= 0:
+            raise PlancastError(f"engine_step_timeout is {engine_step_timeout}: give seconds, or 0 for no limit")
         opened = Artifact.open(artifact)
         self.manifest = opened.manifest
         self.config = EngineConfig.from_manifest(
             opened.manifest,
             kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
+            speculation=None if speculative_config is None else parse_speculation(speculative_config),
             **engine_options,
         )
         self._max_logprobs = max_logprobs
@@ -108,7 +118,9 @@ class Frontend(Generic[BoxT]):
         else:
             from runtime.client.process_engine import ProcessEngine
 
-            self.engine = ProcessEngine(spec, self, max_restarts=max_restarts, wait=False)
+            self.engine = ProcessEngine(
+                spec, self, max_restarts=max_restarts, step_timeout_s=engine_step_timeout or None, wait=False
+            )
         try:
             self.tokenizer = Tokenizer.load(opened.path)
             self.chat_template = ChatTemplate.load(opened.path, self.tokenizer)
@@ -207,6 +219,8 @@ class Frontend(Generic[BoxT]):
         Raises:
             RequestError: names the field, its value and its limit.
         """
+        if self.manifest.embedding is not None:
+            raise RequestError(f"{self.manifest.name} embeds texts and generates none: use its embeddings", "model")
         params.verify(vocab_size=self.vocab_size, max_context_len=self.max_context_len, max_logprobs=self._max_logprobs)
         text, token_ids = self.tokenize(prompt)
         if params.truncate_prompt_tokens is not None:
@@ -219,18 +233,66 @@ class Frontend(Generic[BoxT]):
         )
         if params.structured_outputs is not None:
             self.check_structured_outputs(params.structured_outputs)
+        resolved = params.resolved(self.tokenizer)
+        return self._request(token_ids, resolved, request_id, priority, user, cache_salt), text
+
+    def prepare_embedding(
+        self,
+        prompt: Prompt,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[EngineRequest, str | None]:
+        """As `prepare`, for the prompt's embedding. `truncate_prompt_tokens`: the last ones; -1: as many as fit.
+
+        Raises:
+            RequestError: this engine does not embed, or the prompt does not fit.
+        """
+        if self.manifest.embedding is None:
+            raise RequestError(
+                f"{self.manifest.name} has no embedding output: it was built to generate text. Build its model with "
+                "task: embed",
+                "model",
+            )
+        text, token_ids = self.tokenize(prompt)
+        if truncate_prompt_tokens is not None:
+            keep = self.max_context_len if truncate_prompt_tokens < 0 else max(1, truncate_prompt_tokens)
+            token_ids = token_ids[-keep:]
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token", "prompt")
+        if len(token_ids) > self.max_context_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; the context holds {self.max_context_len}. Shorten it, or set "
+                "truncate_prompt_tokens",
+                "prompt",
+            )
+        # Nothing is sampled; a request still has parameters.
+        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
+        return self._request(token_ids, params, request_id, priority, user, cache_salt), text
+
+    def _request(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        user: str | None,
+        cache_salt: str | None,
+    ) -> EngineRequest:
         if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
             raise RequestError(f"priority must be a whole number of 32 bits, got {priority!r}", "priority")
-        request = EngineRequest(
+        return EngineRequest(
             request_id=request_id if request_id is not None else f"request-{next(self._numbers)}",
             prompt_token_ids=token_ids,
-            params=params.resolved(self.tokenizer),
+            params=params,
             arrival_time=time.monotonic(),
             priority=priority,
             user=user,
             cache_salt=cache_salt,
         )
-        return request, text
 
     def check_structured_outputs(self, structured_outputs: Any) -> None:
         """Compile a grammar here, so that a bad one is refused before it is sent. Compiled ones are remembered.

@@ -2,11 +2,9 @@
 
 One thread owns the process, its socket and all bookkeeping; the other threads put commands into a queue. When the
 process dies, the thread starts a new one and hands every unfinished request over again, with the tokens that were
-delivered: streams go on where they stopped. A request that kills one process after the other is found (see
-`runtime/client/quarantine.py`) and refused alone.
-
-A request's life here: queued as a command -> held, while no process is up or a search is on -> given to the core,
-under another id each time, so that late answers to an earlier time fall on the floor -> forgotten when it ends.
+delivered: streams go on where they stopped (`runtime/client/ledger.py` knows them). A process that hangs is killed and
+replaced like one that died (`runtime/client/watchdog.py`). A request that kills one process after the other is found
+(`runtime/client/quarantine.py`) and refused alone.
 """
 
 from __future__ import annotations
@@ -14,22 +12,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 
 from runtime.client.child import EngineChild
+from runtime.client.commands import CommandQueue
+from runtime.client.ledger import Ledger, Record
 from runtime.client.quarantine import Quarantine
 from runtime.client.restarts import Convicts, RestartBudget
+from runtime.client.watchdog import Watchdog
 from runtime.engine_client import (
     MAX_RESTARTS,
     SHUT_DOWN,
+    STEP_TIMEOUT_S,
     STOP_GRACE_S,
     Calls,
     Listener,
@@ -60,16 +60,6 @@ _RETRY_WAIT_S = 0.5
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(slots=True)
-class _Record:
-    """An unfinished request."""
-
-    request_id: str
-    encoded: bytes | None  # as first submitted, until it is given for the first time
-    times_given: int = 0
-    core_id: str | None = None  # its id in the core; None: the core does not have it now
-
-
 class ProcessEngine:
     """An `EngineClient` over a process. See the module's docstring.
 
@@ -78,6 +68,8 @@ class ProcessEngine:
         listener: who gets the answers, and knows what was delivered.
         max_restarts: deaths within `restart_window_s` seconds that are mended; one more, and every request ends with
             `EngineDeadError`. Deaths on the search for a culprit do not count, nor do those it is convicted of.
+        step_timeout_s: a process that does not finish a step for so long hangs and is replaced; None: it may take ever
+            so long.
         wait: False: loading goes on while the caller does something else, and then calls `wait_ready`.
 
     Raises:
@@ -93,16 +85,13 @@ class ProcessEngine:
         *,
         max_restarts: int = MAX_RESTARTS,
         restart_window_s: float = RESTART_WINDOW_S,
+        step_timeout_s: float | None = STEP_TIMEOUT_S,
         wait: bool = True,
     ):
         self._spec = spec
         self._listener = listener
         self._owner_pid = os.getpid()
-        # Guards _error, and the queue and waker against their end. Reentrant: a collected stream may abort in mid-call.
-        self._lock = threading.RLock()
-        self._error: str | None = None
-        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._commands = CommandQueue()
         self._calls = Calls()
         self._convicts = Convicts()
         self.num_restarts = 0
@@ -111,9 +100,8 @@ class ProcessEngine:
         self._child: EngineChild | None = None
         self._is_up = False
         self._failure: EngineFailure | None = None
-        self._records: dict[str, _Record] = {}
-        self._held: dict[str, _Record] = {}  # those that the core does not have
-        self._by_core_id: dict[str, _Record] = {}
+        self._ledger = Ledger()
+        self._watchdog = Watchdog(step_timeout_s)
         self._sent_calls: set[int] = set()
         self._quarantine = Quarantine()
         self._budget = RestartBudget(max_restarts, restart_window_s)
@@ -139,7 +127,7 @@ class ProcessEngine:
 
     @property
     def is_alive(self) -> bool:
-        return self._error is None
+        return self._commands.refusal is None
 
     def add_request(self, request: EngineRequest) -> None:
         if request in self._convicts:
@@ -148,35 +136,25 @@ class ProcessEngine:
             encoded = _encode(request)
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from None
-        self._put(_Record(request.request_id, encoded))
+        if not self._commands.put(Record(request.request_id, encoded)):
+            raise EngineDeadError(self._commands.refusal or "")
 
     def abort(self, message: AbortRequests) -> None:
-        self._put(message, raises=False)
+        self._commands.put(message, even_if_refused=True)
 
     def call(self, method: str, **args: Any) -> Future[Any]:
         message, future = self._calls.new(method, args)
-        if not self._put(message, raises=False):
-            self._calls.fail(EngineDeadError(self._error or ""))
+        if not self._commands.put(message):
+            self._calls.fail(EngineDeadError(self._commands.refusal or ""))
         return future
 
     def close(self, drain_s: float = 0.0) -> None:
         if os.getpid() != self._owner_pid:
             return  # a fork of the owner: the process is not its own to end
-        with self._lock:
-            self._error = self._error or "the engine was shut down"
-        self._put(Shutdown(drain_s=drain_s), raises=False, even_if_dead=True)
+        self._commands.refuse("the engine was shut down")
+        self._commands.put(Shutdown(drain_s=drain_s), even_if_refused=True)
         if self._thread is not threading.current_thread():
             self._thread.join(drain_s + 2 * STOP_GRACE_S)
-
-    def _put(self, command: Any, *, raises: bool = True, even_if_dead: bool = False) -> bool:
-        with self._lock:
-            if self._waker >= 0 and (self._error is None or even_if_dead or isinstance(command, AbortRequests)):
-                self._commands.put(command)
-                os.eventfd_write(self._waker, 1)
-                return True
-        if raises:
-            raise EngineDeadError(self._error or "the engine was shut down")
-        return False
 
     # The thread
 
@@ -201,18 +179,9 @@ class ProcessEngine:
 
     def _start(self, context: zmq.Context[Any]) -> EngineChild:
         try:
-            return EngineChild(context, self._next_spec())
+            return EngineChild(context, self._spec.restarted(self.num_restarts))
         except OSError as error:
             raise EngineDeadError(f"the engine's process cannot be started: {error}") from None
-
-    def _next_spec(self) -> EngineSpec:
-        """What the next process opens. Each writes an iteration log of its own, beside the first one."""
-        log = self._spec.config.iteration_log
-        if log is None or not self.num_restarts:
-            return self._spec
-        stem, suffix = os.path.splitext(log)
-        config = msgspec.structs.replace(self._spec.config, iteration_log=f"{stem}.restart-{self.num_restarts}{suffix}")
-        return msgspec.structs.replace(self._spec, config=config)
 
     def _is_over(self) -> bool:
         if self._close_by is None:
@@ -222,22 +191,31 @@ class ProcessEngine:
     def _wait(self) -> None:
         """Wait for something to happen, and act on it."""
         poller = zmq.Poller()
-        poller.register(self._waker, zmq.POLLIN)
+        poller.register(self._commands.fd, zmq.POLLIN)
         child = self._child
         if child is not None:
             poller.register(child.socket, zmq.POLLIN)
             if child.exit_fd >= 0:
                 poller.register(child.exit_fd, zmq.POLLIN)
         events = dict(poller.poll(self._patience_ms()))
-        if self._waker in events:
+        if self._commands.fd in events:
             self._take_commands()
         if child is None:
             return
         has_exited = child.exit_fd in events or (child.exit_fd < 0 and child.has_exited())
-        for message in child.receive_last() if has_exited else child.receive():
+        messages = child.receive_last() if has_exited else child.receive()
+        for message in messages:
             self._take(message)
         if has_exited:
             self._bury(child)
+        elif self._watchdog.look(is_due=self._core_owes_answers(), has_spoken=bool(messages)):
+            self._failure = EngineFailure(
+                error=f"it had not finished a step for {self._watchdog.limit_s:g} s (engine_step_timeout)"
+            )
+            child.kill()
+
+    def _core_owes_answers(self) -> bool:
+        return self._is_up and self._failure is None and (self._ledger.core_has_work or bool(self._sent_calls))
 
     def _patience_ms(self) -> int | None:
         now = time.monotonic()
@@ -245,18 +223,16 @@ class ProcessEngine:
             return max(0, int((self._close_by - now) * 1000)) + 1
         if self._child is None:
             return max(0, int((self._start_at - now) * 1000)) + 1
-        return 1000 if self._child.exit_fd < 0 else None
+        patience = self._watchdog.patience_s()
+        if self._child.exit_fd < 0:
+            patience = min(1.0, patience or 1.0)
+        return None if patience is None else int(patience * 1000) + 1
 
     def _take_commands(self) -> None:
-        os.eventfd_read(self._waker)
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+        for command in self._commands.take():
             match command:
-                case _Record():
-                    self._records[command.request_id] = self._held[command.request_id] = command
+                case Record():
+                    self._ledger.add(command)
                     self._give()
                 case AbortRequests():
                     self._abort(command)
@@ -274,13 +250,13 @@ class ProcessEngine:
     def _abort(self, message: AbortRequests) -> None:
         core_ids, sequences = [], []
         for request_id in message.request_ids:
-            record = self._records.get(request_id)
+            record = self._ledger.find(request_id)
             if record is not None:
                 if record.core_id is not None:
                     core_ids.append(record.core_id)
                 self._forget(record)
         for request_id, index in message.sequences:
-            record = self._records.get(request_id)
+            record = self._ledger.find(request_id)
             if record is not None and record.core_id is not None:
                 sequences.append((record.core_id, index))
         if (core_ids or sequences) and self._child is not None:
@@ -291,7 +267,7 @@ class ProcessEngine:
         """Hand the core what it may have and does not have."""
         if not self._is_up or self._child is None or self._close_by is not None:
             return
-        for record in [record for record in self._held.values() if self._quarantine.may_run(record.request_id)]:
+        for record in [record for record in self._ledger.held() if self._quarantine.may_run(record.request_id)]:
             encoded = record.encoded
             core_id = record.request_id
             if encoded is None:
@@ -302,25 +278,12 @@ class ProcessEngine:
                     continue
                 core_id = f"{record.request_id}~{record.times_given}"
                 encoded = _encode(msgspec.structs.replace(request, request_id=core_id))
-            record.encoded, record.core_id = None, core_id
-            record.times_given += 1
-            self._by_core_id[core_id] = record
-            del self._held[record.request_id]
+            self._ledger.given(record, core_id)
             self._child.send(encoded)
             self._quarantine.started(record.request_id)
 
-    def _take_back(self, record: _Record) -> None:
-        """The core does not have it any more, and it is not over."""
-        if record.core_id is not None:
-            self._by_core_id.pop(record.core_id, None)
-            record.core_id = None
-        self._held[record.request_id] = record
-
-    def _forget(self, record: _Record) -> None:
-        if record.core_id is not None:
-            self._by_core_id.pop(record.core_id, None)
-        self._records.pop(record.request_id, None)
-        self._held.pop(record.request_id, None)
+    def _forget(self, record: Record) -> None:
+        self._ledger.forget(record)
         self._quarantine.ended(record.request_id)
 
     def _take(self, message: FromEngine) -> None:
@@ -355,7 +318,7 @@ class ProcessEngine:
             self._latest = outputs.stats
         deltas, cleared = [], []
         for delta in outputs.deltas:
-            record = self._by_core_id.get(delta.request_id)
+            record = self._ledger.of_core(delta.request_id)
             if record is None:
                 continue  # aborted, or of an earlier time
             delta.request_id = record.request_id
@@ -370,7 +333,7 @@ class ProcessEngine:
         for record in cleared:
             if record.core_id is not None and self._child is not None:
                 self._child.send(_encode(AbortRequests([record.core_id])))
-                self._take_back(record)
+                self._ledger.take_back(record)
         self._abort(aborts or AbortRequests([]))
 
     def _send_calls(self) -> None:
@@ -387,7 +350,9 @@ class ProcessEngine:
         if isinstance(reply.result, dict):
             self._latest = msgspec.convert(reply.result, EngineStats)
             reply.result = add_counters(self._latest, self._counted)
-        self._calls.resolve(reply)
+        answered = self._calls.resolve(reply)
+        if answered is not None and answered.method == "set_speculation" and reply.error is None:
+            self._spec = self._spec.switched(answered.args["enabled"])  # another core starts as this one is
 
     def _bury(self, child: EngineChild) -> None:
         """The process is gone: find out what that means, and arrange for the next one."""
@@ -404,20 +369,18 @@ class ProcessEngine:
         self._counted = add_counters(self._latest, self._counted)
         self._latest = EngineStats()
         convicted, was_explained = self._quarantine.crashed()
-        for record in self._records.values():
-            self._take_back(record)
-        self._held = dict(self._records)  # in the order of arrival again
-        if convicted is not None:
-            self._refuse(self._records[convicted], death)
+        self._ledger.take_back_all()
+        if convicted is not None and (culprit := self._ledger.find(convicted)) is not None:
+            self._refuse(culprit, death)
             self._budget.forgive()
         elif not was_explained:
             self._budget.spend(death)
         self.num_restarts += 1
         self._start_at = 0.0 if was_up else time.monotonic() + _RETRY_WAIT_S
         level = logging.WARNING if not was_explained else logging.INFO
-        logger.log(level, "%s; starting it again, %d requests go on", death, len(self._records))
+        logger.log(level, "%s; starting it again, %d requests go on", death, len(self._ledger))
 
-    def _refuse(self, record: _Record, death: str) -> None:
+    def _refuse(self, record: Record, death: str) -> None:
         with contextlib.suppress(KeyError):  # its abort is on the way
             self._convicts.add(self._listener.resume_request(record.request_id))
         self._forget(record)
@@ -427,16 +390,10 @@ class ProcessEngine:
 
     def _end(self, error: PlancastError) -> None:
         """Nothing comes any more: tell everyone who waits."""
-        with self._lock:
-            self._error = self._error or str(error)
-            os.close(self._waker)
-            self._waker = -1
-        while not self._commands.empty():
-            command = self._commands.get_nowait()
-            if isinstance(command, _Record):
-                self._records[command.request_id] = command
-        unfinished, self._records = list(self._records), {}
-        self._listener.on_outputs(failed(unfinished, str(error)))
+        for command in self._commands.close(str(error)):
+            if isinstance(command, Record):
+                self._ledger.add(command)
+        self._listener.on_outputs(failed(self._ledger.clear(), str(error)))
         self._calls.fail(EngineDeadError(str(error)))
         if not self._first_ready.done():
             self._first_ready.set_exception(error)

@@ -107,6 +107,10 @@ class Costs:
         if self._each:
             parts.append(f"{mean}TPOT {1000 * sum(self._each) / len(self._each):.1f} ms")
         parts.append(f"{self._num_tokens} tokens, {self._num_tokens / max(seconds, 1e-9):.1f} tokens/s")
+        if stats.spec_decode_num_draft_tokens:
+            accepted, drafted = stats.spec_decode_num_accepted_tokens, stats.spec_decode_num_draft_tokens
+            length = 1 + accepted / stats.spec_decode_num_drafts
+            parts.append(f"drafts: {accepted} of {drafted} tokens accepted, {length:.2f} tokens a verification")
         used = max(self._most_blocks, stats.peak_used_blocks)
         parts.append(f"{used} of {stats.num_blocks} KV blocks used")
         return " | ".join(parts)

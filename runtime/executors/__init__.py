@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.errors import ArtifactError
+import plugins  # noqa: F401 (before any executor imports OpenVINO, which would report it)
+from runtime.errors import ArtifactError, PlancastError
 
 if TYPE_CHECKING:
     from runtime.artifact import Artifact
@@ -22,4 +23,30 @@ def open_executor(artifact: Artifact, *, num_threads: int | None = None) -> Exec
         from runtime.executors.openvino import OpenVINOExecutor
 
         return OpenVINOExecutor(artifact, num_threads=num_threads)
-    raise ArtifactError(f"{artifact.path}: its backend {name!r} has no executor in this plancast, which has openvino")
+    if name == "torch":
+        from runtime.executors.torch import TorchExecutor
+
+        return TorchExecutor(artifact, num_threads=num_threads)
+    if name.startswith("tensorrt") and artifact.manifest.backend.properties.get("weights") == "stripped":
+        raise ArtifactError(
+            f"{artifact.path}: its engines were built without weights; put them in: plancast refit {artifact.path}"
+        )
+    if name == "tensorrt_rtx":
+        from runtime.executors.segments.cuda import CudaDevice
+        from runtime.executors.segments.executor import SegmentExecutor
+
+        try:
+            device = CudaDevice()
+        except PlancastError as error:
+            built = artifact.manifest.backend.properties.get("compute_capabilities", "").replace(" ", ", ")
+            raise ArtifactError(f"{artifact.path}: built for NVIDIA GPUs ({built}); {error}") from None
+        return SegmentExecutor(artifact, device)
+    if name == "tensorrt":
+        raise ArtifactError(
+            f"{artifact.path}: TensorRT's engines are built by this plancast and not run; build the recipe for "
+            "tensorrt_rtx or torch"
+        )
+    raise ArtifactError(
+        f"{artifact.path}: its backend {name!r} has no executor in this plancast, which has openvino, torch and "
+        "tensorrt_rtx"
+    )

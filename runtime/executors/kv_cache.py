@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+from plugins.paged_attention.memory import zeroed
 
 
 class KvCache:
@@ -25,7 +25,7 @@ class KvCache:
         arrays: dict[int, NDArray[np.uint8]] = {}
         for size in sorted(set(block_bytes)):
             members = [i for i, other in enumerate(block_bytes) if other == size]
-            group = _aligned_zeros((len(members), num_blocks, size))
+            group = zeroed(len(members) * num_blocks * size).reshape(len(members), num_blocks, size)
             self._groups.append(group)
             arrays |= {i: array.reshape(-1) for i, array in zip(members, group, strict=True)}
         self.arrays = [arrays[i] for i in range(len(block_bytes))]
@@ -58,11 +58,3 @@ class KvCache:
     def _check(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, not {block_id}")
-
-
-def _aligned_zeros(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Zeroed memory that begins on a cache line. Its pages are taken from the system when first written."""
-    count = int(np.prod(shape))
-    memory = np.zeros(count + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + count].reshape(shape)

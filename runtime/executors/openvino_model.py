@@ -6,10 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 
+from plugins.block.openvino import fuse_blocks
 from plugins.linear.openvino import lower_linear
+from plugins.paged_attention.memory import zeroed
 from plugins.paged_attention.openvino import reading_core, restore_nodes
 
+# Whether activations may be rounded to int8 in groups; our kernels' groups are 32 wide, whatever it says.
+_ACTIVATION_GROUPS = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 _COMPRESSED = (ov.Type.bf16, ov.Type.f16)
 
 
@@ -19,23 +24,33 @@ class OpenVINOEngine:
     Args:
         native: our shared library of C++ operators; without it, blobs cannot be loaded.
         properties: every property that a compilation gets, under OpenVINO's names.
-        own_linear: whether a compilation takes our C++ kernels, where `native` brings them, for products with int8
-            weights. The portable form keeps OpenVINO's own, so that it compiles anywhere.
+        own_linear: whether a compilation takes our C++ kernels, where `native` brings them, for products with weights
+            that they know (`plugins.linear.openvino`). The portable form keeps OpenVINO's own, so that it compiles
+            anywhere.
     """
 
     def __init__(self, native: Path | None, properties: dict[str, str], *, own_linear: bool = False):
         self.core = reading_core(native)
         self.properties = properties
         self.lowered = 0  # products that the last compilation gave to our kernels
+        self.blocks = 0  # groups of nodes that it made one
+        # Attention nodes of our kernels that became OpenVINO's in the last compilation, since `native` is None.
+        self.attention_replaced = 0
         self._linear = native if own_linear else None
-        self._blob: np.memmap | None = None
+        self._blob: NDArray[np.uint8] | None = None
 
     def compile_ir(self, path: Path) -> ov.CompiledModel:
         """Compile the IR at `path` (.xml, its weights beside it in .bin, mapped). Raises `RuntimeError`."""
         model = self.core.read_model(path)
-        restore_nodes(model)
+        self.attention_replaced = restore_nodes(model)
         if self._linear is not None:
-            self.lowered = lower_linear(model, self._linear)
+            self.lowered = lower_linear(
+                model,
+                self._linear,
+                activations="int16" if self.properties.get(_ACTIVATION_GROUPS, "0") == "0" else "int8",
+                compute=self.properties.get("INFERENCE_PRECISION_HINT", "f32"),
+            )
+            self.blocks = fuse_blocks(model, self._linear)
         _keep_compressed(model)
         return self.core.compile_model(model, "CPU", self.properties)
 
@@ -45,8 +60,12 @@ class OpenVINOEngine:
         The blob does not hold the properties that it was compiled with: `self.properties` must be the same ones, but
         for the number of threads.
         """
-        # Mapped, not read: weights that need no repacking stay in the page cache. OpenVINO keeps no hold on the array.
-        self._blob = np.memmap(path, np.uint8, "c")
+        # On huge pages, where mapping the file has small ones: with those a step waits for page walks (measured:
+        # 10.5 ms, not 8.6). Weights that need no repacking stay where they are; OpenVINO keeps no hold on the array.
+        self._blob = zeroed(path.stat().st_size)
+        with path.open("rb") as file:
+            if file.readinto(self._blob.data) != self._blob.nbytes:
+                raise RuntimeError(f"{path} has become shorter while it was read")
         return self.core.import_model(ov.Tensor(self._blob, shared_memory=True), "CPU", self.properties)
 
 

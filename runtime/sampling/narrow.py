@@ -21,10 +21,9 @@ _SIGN = np.uint32(0x80000000)
 
 @dataclass(slots=True)
 class NarrowRow:
-    """One row's candidates, its maximum, its restriction, and the uniform number that picks from it."""
+    """One row's candidates, its restriction, and the uniform number that picks from it."""
 
     found: Candidates
-    row_max: float
     restriction: Restriction
     uniform: float
 
@@ -42,10 +41,10 @@ def draw(rows: Sequence[NarrowRow]) -> list[int]:
     row_max, temperature, top_p, lowest, uniform = np.array(
         [
             (
-                row.row_max,
+                row.found.row_max,
                 row.restriction.temperature,
                 row.restriction.top_p,
-                row.restriction.lowest(row.row_max),
+                row.restriction.lowest(row.found.row_max),
                 row.uniform,
             )
             for row in rows

@@ -12,10 +12,19 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from plugins.sampling.native import RowPasses, row_kernels
+
 CHUNK = 64
+# Up to so many chunks it is cheaper to look into each than over the whole row.
+_FEW_CHUNKS = 24
 # A sum of exp outside of these may have lost digits to overflow or underflow: then the maximum is taken off first.
 _SMALLEST_SUM, _LARGEST_SUM = 1e-15, 1e37
 _LOG2_E = 1.0 / math.log(2.0)
+# A token that is likelier than one part in so many of what top_p leaves out is likely to be kept.
+_LIKELY = (32, 512)
+# Bins of the histogram of weights, 128 a binade; those below the last are one.
+_BINS = 8192
+_NONE = np.empty(0, np.int64)
 
 
 class ChunkedExp:
@@ -28,6 +37,8 @@ class ChunkedExp:
         self.values = self._flat[:vocab_size]
         self._matrix = self._flat.reshape(CHUNK, self.columns)
         self.sums = np.zeros(self.columns, np.float32)
+        kernels = row_kernels()
+        self._passes = RowPasses(kernels, self.values, self.sums) if kernels is not None else None
         self.total = 0.0
         self.shift = 0.0
 
@@ -40,7 +51,7 @@ class ChunkedExp:
         self.shift = 0.0
         # Most rows need no shift, and so no maximum. What overflows is done again with it.
         with np.errstate(over="ignore", invalid="ignore"):
-            self._exp2(np.multiply(row, np.float32(_LOG2_E / temperature), out=self.values))
+            self._exp2(row, _LOG2_E / temperature)
         if _SMALLEST_SUM < self.total < _LARGEST_SUM:
             return True
         row_max = float(row.max())
@@ -49,13 +60,47 @@ class ChunkedExp:
         self.shift = row_max / temperature
         np.subtract(row, np.float32(row_max), out=self.values)
         # A product with log2 e / temperature would be NaN where that overflows.
-        self._exp2(np.divide(self.values, np.float32(temperature / _LOG2_E), out=self.values))
+        self._exp2(np.divide(self.values, np.float32(temperature / _LOG2_E), out=self.values), 1.0)
         return True
 
-    def _exp2(self, scaled: NDArray[np.float32]) -> None:
-        np.exp2(scaled, out=self.values)
+    def _exp2(self, row: NDArray[np.float32], scale: float) -> None:
+        if self._passes is not None:
+            self.total = self._passes.exp2(row, scale)
+            return
+        np.exp2(np.multiply(row, np.float32(scale), out=self.values), out=self.values)
         np.add.reduce(self._matrix, axis=0, out=self.sums)
         self.total = float(self.sums.sum(dtype=np.float64))
+
+    def nucleus(self, mass: float) -> NDArray[np.int64]:
+        """Ids, ascending, of a superset, of few more, of the fewest largest values that reach `mass`."""
+        if self._passes is not None:
+            return self._passes.nucleus(self.total, mass)
+        # Mostly a few tokens, each likelier than a small part of what is left out, make the mass; the sums of chunks
+        # tell where they can be. 1e-4: these sums are f32.
+        for parts in _LIKELY:
+            ids = self._heavier((self.total - mass) / parts)
+            if ids is not None and float(self.values[ids].sum(dtype=np.float64)) >= mass * (1 + 1e-4):
+                return ids
+        return heaviest(self.values, self.total, mass)
+
+    def largest(self, row: NDArray[np.float32], k: int, drop: float = -math.inf) -> tuple[NDArray[np.int64], float]:
+        """Ids, ascending, of a superset, of few more, of the `k` largest logits but for those below the largest plus
+        `drop`; and the largest. No ids where that is not finite. What was filled stays."""
+        if self._passes is not None and 0 < 2 * k <= self.columns:
+            ids, row_max = self._passes.largest(row, k, drop)
+        else:
+            maxima = chunk_maxima(row)
+            row_max = float(maxima.max())
+            ids = ids_in_chunks(row, maxima, max(kth_bound(row, maxima, k), row_max + drop)) if k > 0 else _NONE
+        return (ids, row_max) if math.isfinite(row_max) else (_NONE, row_max)
+
+    def _heavier(self, least: float) -> NDArray[np.int64] | None:
+        """Ids, ascending, of the values >= `least` (> 0). None where they may lie in too many chunks to be quick."""
+        columns = (self.sums >= np.float32(least)).nonzero()[0]  # no value is above the sum of its chunk
+        if not 0 < columns.size <= 4 * _FEW_CHUNKS:
+            return None
+        lines, places = (self._matrix[:, columns] >= np.float32(least)).nonzero()
+        return lines * self.columns + columns[places]
 
     def log_sum(self, row: NDArray[np.float32]) -> float:
         """log(sum(exp(row))); NaN where the row has no finite maximum."""
@@ -78,13 +123,13 @@ def search_cdf(cumulative: NDArray[np.float64], u: float) -> int:
     return int(cumulative.searchsorted(min(u * total, math.nextafter(total, 0.0)), side="right"))
 
 
-def chunk_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The largest logit of each chunk f32 [V // CHUNK]; what does not fill a line of the matrix is one chunk more."""
-    columns = row.size // CHUNK
+def chunk_maxima(row: NDArray[np.float32], chunk: int = CHUNK) -> NDArray[np.float32]:
+    """The largest logit of each chunk f32 [V // chunk]; what does not fill a line of the matrix is one chunk more."""
+    columns = row.size // chunk
     if columns == 0:
         return row.copy()
-    whole = CHUNK * columns
-    maxima = np.maximum.reduce(row[:whole].reshape(CHUNK, columns), axis=0)
+    whole = chunk * columns
+    maxima = np.maximum.reduce(row[:whole].reshape(chunk, columns), axis=0)
     return maxima if whole == row.size else np.append(maxima, row[whole:].max())
 
 
@@ -95,11 +140,24 @@ def kth_bound(row: NDArray[np.float32], maxima: NDArray[np.float32], k: int) -> 
     """
     if k >= row.size:
         return -math.inf
-    values = maxima.copy() if 2 * k <= maxima.size else row[row >= maxima.min()]
-    if values.size < k:
-        values = row.copy()
+    if 2 * k <= maxima.size:
+        values = maxima.copy()
+    else:  # smaller chunks, at least 2k of them
+        values = chunk_maxima(row, max(1, row.size // (2 * k)))
     values.partition(values.size - k)
     return float(values[values.size - k])
+
+
+def ids_in_chunks(row: NDArray[np.float32], maxima: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
+    """`ids_from`, quicker where the chunks' `maxima` (`chunk_maxima`) say that few chunks hold any."""
+    size = maxima.size
+    if size * CHUNK != row.size or threshold == -math.inf:
+        return ids_from(row, threshold)
+    columns = (maxima >= threshold).nonzero()[0]
+    if columns.size > _FEW_CHUNKS:
+        return ids_from(row, threshold)
+    lines, places = (row.reshape(CHUNK, size)[:, columns] >= threshold).nonzero()
+    return lines * size + columns[places]
 
 
 def ids_from(row: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
@@ -107,9 +165,21 @@ def ids_from(row: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
     return (row >= threshold).nonzero()[0]
 
 
-def top_ids(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+def top_ids(row: NDArray[np.float32], k: int, exp: ChunkedExp) -> NDArray[np.int64]:
     """Ids of the `k` largest logits, largest first, the lower id first among equals."""
-    if k <= 0:
-        return np.empty(0, np.int64)
-    ids = ids_from(row, kth_bound(row, chunk_maxima(row), k))
+    ids, _ = exp.largest(row, k)
     return ids[(-row[ids]).argsort(kind="stable")[:k]]
+
+
+def heaviest(weights: NDArray[np.float32], total: float, mass: float) -> NDArray[np.int64]:
+    """Ids, ascending, of a superset of the fewest largest `weights` f32 [V] (>= 0, their sum `total`) that reach
+    `mass`: by a histogram of their leading bits (sign, exponent and seven bits of mantissa order positive floats), with
+    no sort."""
+    # What is left out weighs total - mass, so the heaviest of it weighs at least the mean, and what is kept no less.
+    ids = (weights >= np.float32((total - mass) / weights.size * (1 - 1e-3))).nonzero()[0]
+    weights = weights[ids]
+    leading = weights.view(np.uint32) >> np.uint32(16)
+    bins = np.minimum(leading.max() - leading, np.uint32(_BINS - 1)).astype(np.int64)
+    cumulative = np.cumsum(np.bincount(bins, weights=weights, minlength=_BINS))
+    # One bin more than the crossing one: `mass` and these sums differ by rounding.
+    return ids[bins <= cumulative.searchsorted(mass, side="left") + 1]

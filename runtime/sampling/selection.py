@@ -13,13 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.sampling.rows import ChunkedExp, ids_from, kth_bound
+from runtime.sampling.rows import ChunkedExp, ids_from
 from runtime.sampling_params import SamplingParams
 
 # Hotter is no different: all logits that can be sampled weigh the same.
 MAX_TEMPERATURE = 1e30
-# Bins of the histogram of weights, 128 a binade; those below the last are one.
-_BINS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,6 @@ class Restriction:
     def is_void(self) -> bool:
         return self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0 and self.typical_p == 1.0
 
-    @property
-    def needs_chunks(self) -> bool:
-        return self.top_k > 0 or (self.top_p < 1.0 and self.min_p == 0.0)
-
     def lowest(self, row_max: float) -> float:
         """The lowest logit that min_p keeps."""
         return row_max + self.temperature * math.log(self.min_p) if self.min_p > 0.0 else -math.inf
@@ -53,39 +47,44 @@ class Restriction:
 
 @dataclass(slots=True)
 class Candidates:
-    """A superset of what may be sampled: its ids i64 [K], ascending, and logits f32 [K].
+    """A superset of what may be sampled: its ids i64 [K], ascending, and logits f32 [K]; the row's maximum.
 
-    `mass`: how much top_p keeps, in units of exp((logit - row_max) / temperature), where it refers to the whole
-    vocabulary; None where it refers to what top_k and min_p leave of the candidates.
+    Where `row_max` is not finite nothing can be sampled, and there are no ids. `mass`: how much top_p keeps, in units
+    of exp((logit - row_max) / temperature), where it refers to the whole vocabulary; None where it refers to what top_k
+    and min_p leave of the candidates.
     """
 
     ids: NDArray[np.int64]
     values: NDArray[np.float32]
+    row_max: float
     mass: float | None = None
 
 
-def candidates(
-    row: NDArray[np.float32], maxima: NDArray[np.float32], row_max: float, exp: ChunkedExp, restriction: Restriction
-) -> Candidates:
-    """The candidates of `row` f32 [V]; `row_max` is its finite maximum, `maxima` those of its chunks where
-    `restriction.needs_chunks`. `exp` is scratch."""
+def candidates(row: NDArray[np.float32], exp: ChunkedExp, restriction: Restriction) -> Candidates:
+    """The candidates of `row` f32 [V]. `exp` is scratch."""
     top_k = restriction.top_k if restriction.top_k < row.size else 0
+    if not top_k and restriction.min_p == 0.0 and restriction.top_p < 1.0:
+        return _nucleus(row, exp, restriction)
     if top_k:
-        ids = ids_from(row, max(kth_bound(row, maxima, top_k), restriction.lowest(row_max)))
-    elif restriction.min_p > 0.0:
+        ids, row_max = exp.largest(row, top_k, restriction.lowest(0.0))
+        return Candidates(ids, row[ids], row_max)
+    row_max = float(row.max())
+    if not math.isfinite(row_max):
+        return _none(row_max)
+    if restriction.min_p > 0.0:
         ids = ids_from(row, restriction.lowest(row_max))
-    elif restriction.top_p < 1.0:
-        return _nucleus(row, maxima, row_max, exp, restriction)
     else:
         ids = ids_from(row, float(np.finfo(np.float32).min))
-    return Candidates(ids, row[ids])
+    return Candidates(ids, row[ids], row_max)
 
 
-def select(
-    found: Candidates, row_max: float, restriction: Restriction
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _none(row_max: float) -> Candidates:
+    return Candidates(np.empty(0, np.int64), np.empty(0, np.float32), row_max)
+
+
+def select(found: Candidates, restriction: Restriction) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The set itself: ids ascending i64 [K] and unnormalised probabilities f64 [K], none of them 0."""
-    ids, values = found.ids, found.values
+    ids, values, row_max = found.ids, found.values, found.row_max
     if 0 < restriction.top_k < values.size:  # all that equal the k-th largest stay, as in vLLM
         kth = np.partition(values, values.size - restriction.top_k)[values.size - restriction.top_k]
         keep = values >= max(float(kth), restriction.lowest(row_max))
@@ -143,29 +142,14 @@ def keep_typical(weights: NDArray[np.float64], typical_p: float) -> NDArray[np.i
     return np.sort(order[:count])
 
 
-def _nucleus(
-    row: NDArray[np.float32], maxima: NDArray[np.float32], row_max: float, exp: ChunkedExp, restriction: Restriction
-) -> Candidates:
+def _nucleus(row: NDArray[np.float32], exp: ChunkedExp, restriction: Restriction) -> Candidates:
     """A superset of top_p's set over the whole vocabulary, searched among more and more of the largest logits."""
     temperature = restriction.temperature
-    exp.fill(row, temperature)
+    if not exp.fill(row, temperature):
+        return _none(float(row.max()))
+    share = restriction.top_p * exp.total
+    ids = exp.nucleus(share)
+    values = row[ids]
+    row_max = float(values.max())
     # From the units of `exp`, shifted by `shift`, to those of `weights_of`, shifted by the maximum.
-    mass = restriction.top_p * exp.total * math.exp(exp.shift - row_max / temperature)
-    # The k largest chunk maxima are k logits: where they alone reach the mass, so do all logits down to the k-th.
-    descending = np.sort(maxima)[::-1]
-    weights = np.exp((descending - np.float32(row_max)) / np.float32(temperature))
-    k = int(weights.cumsum().searchsorted(mass * (1 + 1e-4), side="left"))  # 1e-4: these sums are f32
-    ids = ids_from(row, descending[min(k, descending.size - 1)])
-    if k == descending.size and float(exp.values[ids].sum(dtype=np.float64)) < restriction.top_p * exp.total:
-        ids = _heaviest(exp.values, restriction.top_p * exp.total)
-    return Candidates(ids, row[ids], mass)
-
-
-def _heaviest(weights: NDArray[np.float32], mass: float) -> NDArray[np.int64]:
-    """Ids of a superset of the fewest largest `weights` f32 [V] (>= 0) that reach `mass`: by a histogram of their
-    leading bits (sign, exponent and seven bits of mantissa order positive floats), with no sort."""
-    leading = weights.view(np.uint32) >> np.uint32(16)
-    bins = np.minimum(leading.max() - leading, np.uint32(_BINS - 1)).astype(np.int64)
-    cumulative = np.cumsum(np.bincount(bins, weights=weights, minlength=_BINS))
-    # One bin more than the crossing one: `mass` and these sums differ by rounding.
-    return np.flatnonzero(bins <= cumulative.searchsorted(mass, side="left") + 1)
+    return Candidates(ids, values, row_max, share * math.exp(exp.shift - row_max / temperature))

@@ -73,6 +73,11 @@ class SamplingState:
             raise RequestError(f"the grammar forbids the output that the sequence resumes from: {grammar.failure}")
 
     @property
+    def is_plain(self) -> bool:
+        """Whether temperature, top_k, top_p and min_p are all that it is sampled with."""
+        return not self.processors and self.grammar is None and self.restriction.typical_p == 1.0
+
+    @property
     def position(self) -> int:
         """Output position of the next token: the counter of its random numbers."""
         return len(self.output_token_ids)

@@ -11,7 +11,9 @@ from collections import Counter
 
 from runtime.block_pool import BlockPool
 from runtime.prefix_cache import CachedBlock, PrefixCache
+from runtime.scheduling.spill import SpillTier
 from runtime.sequence import NEVER, Request, Sequence
+from runtime.swap import SwapMove, SwapSlots
 
 Copies = list[tuple[int, int]]
 
@@ -26,6 +28,16 @@ class KvManager:
         self.prefix_queries = 0  # prompt tokens looked up
         self.prefix_hits = 0  # prompt tokens found
         self.reserved = 0  # free blocks promised to protected requests
+        self.moves: list[SwapMove] = []  # to and from the host tier, planned for the next step
+
+    def spill_to(self, slots: SwapSlots) -> None:
+        """Keep evicted cached blocks in the host tier from now on."""
+        if self.cache is not None:
+            self.cache.spill = SpillTier(slots, self.moves)
+
+    @property
+    def spill(self) -> SpillTier | None:
+        return self.cache.spill if self.cache is not None else None
 
     # --- admission ---------------------------------------------------------------------------------------------
 
@@ -35,37 +47,49 @@ class KvManager:
         Takes nothing and returns False where that would leave fewer than `headroom` blocks. A protected request also
         needs its worst case to fit.
         """
-        tables: list[array[int]] = []
         matches: list[list[CachedBlock]] = []
         missing: list[int] = []
         for sequence in request.live:
             match = self._match(sequence)
-            table = array("i", [node.block_id for node in match])
-            shared = self._common_blocks(request.live[0], sequence) if tables else 0
+            shared = self._common_blocks(request.live[0], sequence) if matches else 0
             if shared > len(match):  # the first sequence computes (or found) these; this one only refers to them
-                match, table = [], array("i")
-            for block_id in table:
-                self.pool.share(block_id)
-            sequence.shared_tokens = (shared if not table else 0) * self.block_size
-            tables.append(table)
+                match = []
+            for node in match:
+                if node.block_id >= 0:
+                    self.pool.share(node.block_id)
+            sequence.shared_tokens = (shared if not match else 0) * self.block_size
             matches.append(match)
-            missing.append(-(-len(sequence.tokens) // self.block_size) - max(len(table), shared))
-        needed = sum(missing)
+            missing.append(-(-len(sequence.tokens) // self.block_size) - max(len(match), shared))
+        spilled = list(dict.fromkeys(node for match in matches for node in match if node.block_id < 0))
+        needed = sum(missing) + len(spilled)
         if request.protected:
-            held = len({block_id for table in tables for block_id in table})
+            held = len({node.block_id for match in matches for node in match if node.block_id >= 0})
             needed = max(needed, request.max_blocks(self.block_size) - held)
         if self.pool.num_free - needed < headroom + self.reserved:
-            for table in tables:
-                self.pool.release_table(table)
+            for match in matches:
+                self.pool.release_table([node.block_id for node in match if node.block_id >= 0])
             return False
-        self._fill(request, tables, matches, missing)
+        if spilled:
+            self._restore(spilled, matches)
+        self._fill(request, matches, missing)
         return True
 
-    def _fill(
-        self, request: Request, tables: list[array[int]], matches: list[list[CachedBlock]], missing: list[int]
-    ) -> None:
+    def _restore(self, spilled: list[CachedBlock], matches: list[list[CachedBlock]]) -> None:
+        """Bring spilled blocks back, with a reference for each match that holds them."""
+        assert self.cache is not None
+        self.cache.restore(spilled)
+        restored = {node.block_id for node in spilled}
+        for match in matches:
+            for node in match:
+                if node.block_id in restored:
+                    self.pool.share(node.block_id)
+        for block_id in restored:
+            self.pool.release(block_id)
+
+    def _fill(self, request: Request, matches: list[list[CachedBlock]], missing: list[int]) -> None:
         pool, size = self.pool, self.block_size
-        for sequence, table, match, count in zip(request.live, tables, matches, missing, strict=True):
+        for sequence, match, count in zip(request.live, matches, missing, strict=True):
+            table = array("i", [node.block_id for node in match])
             if sequence.shared_tokens:
                 table.extend(request.live[0].block_ids[: sequence.shared_tokens // size])
                 for block_id in table:
@@ -241,18 +265,26 @@ class KvManager:
         if sequence.commit_at != NEVER:
             sequence.commit_at = (sequence.num_committed + 1) * size
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks that a refused draft took: the sequence keeps those that its tokens need."""
+        keep = -(-len(sequence.tokens) // self.block_size)
+        if len(sequence.block_ids) > keep:
+            self.pool.release_table(sequence.block_ids[keep:])
+            del sequence.block_ids[keep:]
+
     def release(self, sequence: Sequence) -> None:
         """Give all blocks back; cached ones stay findable. The sequence is uncomputed afterwards."""
         self.pool.release_table(sequence.block_ids)
         sequence.block_ids = array("i")
         sequence.num_computed = sequence.num_committed = sequence.shared_tokens = 0
         sequence.prefix_node, sequence.commit_at = None, NEVER
-        sequence.draft_token_ids = []
+        sequence.draft_token_ids, sequence.draft_distributions = [], None
 
     # --- swapping ----------------------------------------------------------------------------------------------
 
-    def restore(self, request: Request, headroom: int) -> dict[int, int] | None:
-        """Give a swapped-out request blocks again. Returns swap slot -> block, or None where there is no room."""
+    def restore(self, request: Request, headroom: int) -> list[int] | None:
+        """Give a swapped-out request blocks again, and plan the copies into them. Returns the slots that these read,
+        or None where there is no room."""
         assert request.swapped is not None
         size = self.block_size
         holders = Counter(slot for _, slots in request.swapped for slot in slots)
@@ -274,7 +306,8 @@ class KvManager:
             sequence.block_ids, sequence.num_computed = table, num_computed
             self._chain_from(sequence, [])  # its blocks are new ones: offer them again
         request.swapped = None
-        return block_of
+        self.moves += [SwapMove(False, block_id, slot) for slot, block_id in block_of.items()]
+        return list(block_of)
 
     # --- figures -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import cache
 from typing import Any, TypeVar
@@ -13,18 +14,24 @@ from runtime.server.errors import ApiError, Kind
 
 T = TypeVar("T")
 
+_PAUSE_S = 30.0  # a body that stops for so long is given up
+
 _AT = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`$")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises 413 as soon as it is known to exceed `max_bytes`, 415 where it is not declared JSON.
+    """The whole body. Raises 413 as soon as it is known to exceed `max_bytes`, 415 where it is not declared JSON, 408
+    where it stops coming.
 
     The media type is checked because a browser lets any page send `text/plain` across origins without asking.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(Kind.MEDIA_TYPE, f"content-type must be application/json, not {media_type or 'missing'!r}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(Kind.MEDIA_TYPE, f"content-encoding {encoding!r} is not supported: send the body as it is")
     too_large = ApiError(Kind.TOO_LARGE, f"the request body exceeds the limit of {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -32,13 +39,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     try:
-        async for chunk in request.stream():
+        stream = request.stream()
+        while True:
+            async with asyncio.timeout(_PAUSE_S):
+                chunk = await anext(stream, None)
+            if chunk is None:
+                break
             size += len(chunk)
             if size > max_bytes:
                 raise too_large
             chunks.append(chunk)
     except ClientDisconnect:
         raise ApiError(Kind.INVALID, "the client closed the connection before the body was complete") from None
+    except TimeoutError:
+        message = f"nothing of the body came for {_PAUSE_S:g} s, with {size} bytes received"
+        raise ApiError(Kind.TIMEOUT, message) from None
     return b"".join(chunks)
 
 

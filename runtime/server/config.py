@@ -11,6 +11,7 @@ class RequestLimits:
 
     max_body_bytes: int = 8 << 20
     max_prompts: int = 256  # prompts in one /v1/completions request
+    max_inputs: int = 2048  # texts in one /v1/embeddings request, as OpenAI has it
     max_n: int = 32
     max_best_of: int = 32
     max_logprobs: int = 20

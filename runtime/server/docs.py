@@ -32,6 +32,7 @@ _STATUS_TEXT = {
     403: "The key does not allow this",
     404: "No such model, response or route",
     405: "The route has other methods",
+    408: "The body did not arrive in time",
     409: "Already so",
     413: "The body is larger than the server takes",
     415: "The body is not declared as application/json",
@@ -70,7 +71,7 @@ def describe(
         responses[200] = {"description": "Never"}
     if body is not None:
         invalid = (422, 424) if dialect is Dialect.TGI else (400, 500)
-        statuses = (401, *invalid, 404, 413, 415, 429, 503, *statuses)
+        statuses = (401, *invalid, 404, 408, 413, 415, 429, 503, *statuses)
     error = {"application/json": {"schema": _schema(_ERROR_TYPES[dialect])}}
     for status in sorted(set(statuses)):
         responses[status] = {"description": _STATUS_TEXT[status], "content": error}

@@ -34,6 +34,7 @@ class Kind(Enum):
     PERMISSION = (403, "permission_error", "permission_error", 403, "permission")
     NOT_FOUND = (404, "not_found_error", "not_found_error", 404, "not_found")
     METHOD = (405, "invalid_request_error", "invalid_request_error", 405, "validation")
+    TIMEOUT = (408, "invalid_request_error", "invalid_request_error", 408, "validation")
     CONFLICT = (409, "conflict_error", "invalid_request_error", 409, "conflict")
     TOO_LARGE = (413, "invalid_request_error", "request_too_large", 413, "validation")
     MEDIA_TYPE = (415, "invalid_request_error", "invalid_request_error", 415, "validation")

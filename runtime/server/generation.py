@@ -8,12 +8,16 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from runtime.outputs import RequestOutput
 from runtime.sampling_params import SamplingParams
 from runtime.server.registry import ServedModel
 from runtime.server.state import ServerState
 from runtime.server.tracking import Record
+
+if TYPE_CHECKING:
+    from runtime.async_llm import RequestStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Work:
     priority: int = 0
     user: str | None = None
     cache_salt: str | None = None
+    embed: bool = False  # for its embedding: nothing is sampled
 
 
 def new_id(prefix: str) -> str:
@@ -37,15 +42,7 @@ async def stream(state: ServerState, model: ServedModel, work: Work) -> AsyncGen
     record = Record(
         new_id("req-"), model.name, work.route, len(work.prompt_token_ids), work.params, arrival=time.monotonic()
     )
-    deltas = model.engine.generate(
-        {"prompt_token_ids": work.prompt_token_ids},
-        work.params,
-        request_id=record.request_id,
-        priority=work.priority,
-        user=work.user,
-        cache_salt=work.cache_salt,
-        final=work.params.num_sequences > work.params.n,  # which are the best shows only at the end
-    )
+    deltas = _start(model, work, record.request_id)
     state.tracker.start(record)
     try:
         async with aclosing(deltas):
@@ -55,6 +52,20 @@ async def stream(state: ServerState, model: ServedModel, work: Work) -> AsyncGen
                 yield output
     finally:
         state.tracker.finish(record)
+
+
+def _start(model: ServedModel, work: Work, request_id: str) -> RequestStream:
+    prompt = {"prompt_token_ids": work.prompt_token_ids}
+    whose: dict[str, Any] = {
+        "request_id": request_id,
+        "priority": work.priority,
+        "user": work.user,
+        "cache_salt": work.cache_salt,
+    }
+    if work.embed:
+        return model.engine.embed(prompt, **whose)
+    final = work.params.num_sequences > work.params.n  # which are the best shows only at the end
+    return model.engine.generate(prompt, work.params, final=final, **whose)
 
 
 async def merged(

@@ -147,6 +147,11 @@ class LiveFeed:
             "prefix_hits": stats.prefix_cache_hits,
             "draft_tokens": stats.spec_decode_num_draft_tokens,
             "accepted_tokens": stats.spec_decode_num_accepted_tokens,
+            "drafts": stats.spec_decode_num_drafts,
+            "draft_share": round(stats.spec_decode_draft_seconds / stats.step_seconds, 4)
+            if stats.step_seconds
+            else 0.0,
+            "speculation": stats.speculation_enabled,
             "map": self._maps.get(model.name, ""),
         }
 

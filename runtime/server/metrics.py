@@ -50,6 +50,7 @@ _HISTOGRAMS = {
 _GAUGES = {
     "num_running": ("num_requests_running", "Requests in the batch"),
     "num_waiting": ("num_requests_waiting", "Requests waiting for the batch"),
+    "num_spilled_blocks": ("num_spilled_blocks", "Evicted prefix-cache blocks that the swap file keeps"),
 }
 _COUNTERS = {
     "preemptions": ("num_preemptions", "Preemptions"),
@@ -57,9 +58,16 @@ _COUNTERS = {
     "generation_tokens": ("generation_tokens", "Tokens generated"),
     "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache"),
+    "spilled_blocks": ("spilled_blocks", "Evicted prefix-cache blocks written to the swap file"),
+    "restored_blocks": ("restored_blocks", "Prefix-cache blocks that a hit brought back from the swap file"),
+    "swapped_out_blocks": ("swapped_out_blocks", "KV blocks written to the swap file"),
+    "swapped_in_blocks": ("swapped_in_blocks", "KV blocks read from the swap file"),
+    "requests_in_slo": ("requests_in_slo", "Requests that met ttft_slo and tpot_slo (goodput)"),
+    "tokens_in_slo": ("tokens_in_slo", "Output tokens of requests that met ttft_slo and tpot_slo"),
     "spec_decode_num_drafts": ("spec_decode_num_drafts", "Speculative drafts"),
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens drafted"),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Drafted tokens accepted"),
+    "spec_decode_draft_seconds": ("spec_decode_draft_seconds", "Time spent on drafting"),
 }
 
 
@@ -77,6 +85,7 @@ class _EngineCollector(Collector):
             yield self._family(GaugeMetricFamily, name, text, attribute)
         for attribute, (name, text) in _COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text, attribute)
+        yield self._accepted_per_position()
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "KV blocks in use, 1 is all", labels=LABELS)
         info_labels = (*LABELS, "block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype")
         info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's configuration", labels=info_labels)
@@ -89,6 +98,17 @@ class _EngineCollector(Collector):
             info.add_metric(labels, 1)
         yield usage
         yield info
+
+    def _accepted_per_position(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens accepted, by their place in the draft",
+            labels=(*LABELS, "position"),
+        )
+        for model, (_, stats) in self.snapshots.items():
+            for position, count in enumerate(stats.spec_decode_num_accepted_tokens_per_pos):
+                family.add_metric((model, ENGINE, str(position)), count)
+        return family
 
     def _family(self, kind: type, name: str, text: str, attribute: str) -> Metric:
         family = kind(f"vllm:{name}", text, labels=LABELS)

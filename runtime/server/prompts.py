@@ -50,9 +50,9 @@ def truncate(ids: list[int], limit: int | None, model: ServedModel) -> list[int]
 
 
 async def encode_prompts(
-    model: ServedModel, prompt: Any, *, add_special_tokens: bool | None, max_prompts: int
+    model: ServedModel, prompt: Any, *, add_special_tokens: bool | None, max_prompts: int, param: str = "prompt"
 ) -> list[tuple[list[int], str | None]]:
-    """Every prompt of a completion request: its ids, and its text where it came as text.
+    """Every prompt in the field `param` of a request: its ids, and its text where it came as text.
 
     Raises 400 for no prompt, an empty one, more than `max_prompts`, or ids outside the vocabulary.
     """
@@ -63,23 +63,23 @@ async def encode_prompts(
     else:
         items = list(prompt)
     if not items:
-        raise ApiError(Kind.INVALID, "`prompt` is empty: give a text or token ids", param="prompt")
+        raise ApiError(Kind.INVALID, f"`{param}` is empty: give a text or token ids", param=param)
     if len(items) > max_prompts:
-        message = f"`prompt` holds {len(items)} prompts; this server takes at most {max_prompts} in one request"
-        raise ApiError(Kind.INVALID, message, param="prompt")
+        message = f"`{param}` holds {len(items)} prompts; this server takes at most {max_prompts} in one request"
+        raise ApiError(Kind.INVALID, message, param=param)
     encoded: list[tuple[list[int], str | None]] = []
     for number, item in enumerate(items):
-        param = "prompt" if len(items) == 1 else f"prompt[{number}]"
+        at = param if len(items) == 1 else f"{param}[{number}]"
         if isinstance(item, int):
-            message = "`prompt` mixes token ids with texts or lists: give one list of ids, or a list of lists"
-            raise ApiError(Kind.INVALID, message, param=param)
+            message = f"`{param}` mixes token ids with texts or lists: give one list of ids, or a list of lists"
+            raise ApiError(Kind.INVALID, message, param=at)
         if isinstance(item, str):
             special = True if add_special_tokens is None else add_special_tokens
-            ids, text = await encode_text(model, item, add_special_tokens=special, param=param), item
+            ids, text = await encode_text(model, item, add_special_tokens=special, param=at), item
         else:
-            ids, text = check_ids(model, item, param), None
+            ids, text = check_ids(model, item, at), None
         if not ids:
-            raise ApiError(Kind.INVALID, f"`{param}` is empty: an engine needs at least one token", param=param)
+            raise ApiError(Kind.INVALID, f"`{at}` is empty: an engine needs at least one token", param=at)
         encoded.append((ids, text))
     return encoded
 

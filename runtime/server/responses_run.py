@@ -57,7 +57,7 @@ class ResponseRun:
             self._state("response.cancelled")
             raise
         except Exception as error:
-            failure = to_api_error(error)
+            failure = self.stored.failure = to_api_error(error)
             self._end_item("incomplete")
             self.response.status = "failed"
             self.response.error = ResponseError(code=failure.code or failure.kind.value[1], message=failure.message)

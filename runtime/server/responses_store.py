@@ -21,6 +21,7 @@ class Stored:
     response: ResponseObject
     messages: list[dict[str, Any]]  # the chat, without instructions, with the answer once it is finished
     task: asyncio.Task[None] | None = None
+    failure: ApiError | None = None  # what it failed with
     events: list[bytes] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +20,7 @@ from runtime.errors import PlancastError
 from runtime.server import logs
 from runtime.server.app import create_app
 from runtime.server.config import ServerConfig
+from runtime.server.http import HttpProtocol
 from runtime.server.registry import Loader, ModelRegistry
 from runtime.server.state import ServerState
 
@@ -96,7 +96,7 @@ def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=config.ssl_keyfile_password,
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="on",
         access_log=False,
@@ -148,13 +148,44 @@ def address(config: ServerConfig, listener: socket.socket | None) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def serve(config: ServerConfig, artifacts: Sequence[tuple[Path, str | None]], engine_options: dict[str, Any]) -> None:
+class IterationLogs:
+    """Which file each engine's iteration log goes to: `file` itself where there is one, else one an artifact."""
+
+    def __init__(self, file: Path, num_artifacts: int):
+        self._file = file
+        self._taken: set[Path] = set()
+        self._single = num_artifacts == 1
+
+    def of(self, artifact: Path) -> Path:
+        """A file that no other engine writes."""
+        if self._single and not self._taken:
+            chosen = self._file
+        else:
+            stem, suffix = f"{self._file.stem}-{artifact.resolve().name}", self._file.suffix
+            chosen, number = self._file.with_name(stem + suffix), 2
+            while chosen in self._taken:
+                chosen, number = self._file.with_name(f"{stem}-{number}{suffix}"), number + 1
+        self._taken.add(chosen)
+        return chosen
+
+
+def serve(
+    config: ServerConfig,
+    artifacts: Sequence[tuple[Path, str | None]],
+    engine_options: dict[str, Any],
+    iteration_log: Path | None = None,
+) -> None:
     """`run` in an event loop of its own. `engine_options` are `AsyncLLM`'s, for every artifact."""
     import uvloop
 
     from runtime.async_llm import AsyncLLM
 
     logs.configure(config.log_format, config.log_level)
-    load = partial(AsyncLLM.start, **engine_options)
+    iteration_logs = IterationLogs(iteration_log, len(artifacts)) if iteration_log is not None else None
+
+    async def load(path: Path) -> AsyncLLM:
+        own = {"iteration_log": str(iteration_logs.of(path))} if iteration_logs is not None else {}
+        return await AsyncLLM.start(path, **engine_options, **own)
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(config, artifacts, load))

@@ -11,6 +11,7 @@ from bench import runtime_bench
 from bench.core_workloads import SHAREGPT_MEANS, make_jobs, play, quantile, sharegpt_lengths
 from bench.fake_executor import FakeExecutor, SimulatedClock
 from bench.kv_waste import measure_reuse, measure_sharing, measure_waste
+from bench.overlap import measure_idle
 from bench.report import write_json
 from runtime.config import EngineConfig
 from runtime.engine_core import EngineCore
@@ -55,6 +56,13 @@ def test_time_passes_only_where_the_engine_takes_it() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
 
 
+def test_what_the_host_does_beside_the_device_is_hidden() -> None:
+    """Eight requests cost the host some tenths of a millisecond a step, and the device waits for few hundredths."""
+    idle = measure_idle(8, vocab_size=1024, steps=60)
+    assert idle.serial > 0.02
+    assert idle.beside < idle.serial / 2
+
+
 def test_the_report_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = runtime_bench.bench_runtime((1, 4), steps=20, waste_jobs=20)
     runtime_bench.print_report(report)
@@ -64,4 +72,5 @@ def test_the_report_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [row["running"] for row in stored["steps"]] == [1, 4, 1, 4]
     for row in stored["steps"]:
         assert 0 < row["total"] <= row["total_p90"]
+    assert [row["running"] for row in stored["device_idle"]] == [1, 4]
     assert "harvest" in runtime_bench.profile(4, 10)

@@ -77,11 +77,15 @@ def test_key_leaves_out_what_an_artifact_gets_anew() -> None:
 
 def test_key_changes_with_libraries_sources_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     key = build_key(RECIPE, CONTENT)
-    for name, value in (("_version", lambda name: "9"), ("_sources_hash", lambda: "9"), ("_native", lambda: "9")):
+    for name, value in (
+        ("_version", lambda name: "9"),
+        ("_sources_hash", lambda kernels: "9"),
+        ("_native", lambda: "9"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(cache_module, name, value)
             assert build_key(RECIPE, CONTENT) != key, name
-    without = changed(backend={"blob": False, "linear": "openvino"})
+    without = changed(backend={"blob": False, "linear": "openvino", "attention": "openvino"})
     portable = build_key(without, CONTENT)
     monkeypatch.setattr(cache_module, "_native", lambda: "9")
     assert build_key(without, CONTENT) == portable
@@ -89,7 +93,7 @@ def test_key_changes_with_libraries_sources_and_machine(monkeypatch: pytest.Monk
 
 def test_every_section_of_a_recipe_is_in_the_key_or_left_out_on_purpose() -> None:
     assert set(cache_module._NOT_IN_KEY) < set(Recipe.__struct_fields__)
-    assert set(cache_module._NOT_IN_KEY) == {"name", "model", "runtime", "quality"}
+    assert set(cache_module._NOT_IN_KEY) == {"name", "model", "draft_head", "runtime", "speculation", "quality"}
 
 
 def test_finds_what_is_whole(cache: BuildCache, quiet: BuildProgress) -> None:
@@ -226,3 +230,20 @@ def test_manifests_carry_the_key(cache: BuildCache, quiet: BuildProgress) -> Non
     folder = write_tiny_artifact(cache.entry("k"), build_key="k")
     assert Artifact.open(folder).manifest.build_key == "k"
     assert msgspec.to_builtins(Artifact.open(folder).manifest)["build_key"] == "k"
+
+
+def test_kernels_count_where_an_engine_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed Triton kernel makes another engine for RTX GPUs, which has it compiled, and the same one for a CPU."""
+    rtx = changed(backend={"name": "tensorrt_rtx", "device": "CUDA", "compute": "f16"}, parity={"enabled": False})
+    for name in ("builder", "zoo"):
+        (tmp_path / name).mkdir()
+    for name in ("plugins/norm/kernel.py", *cache_module._SOURCES[3:], *cache_module._SEGMENT_SOURCES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr(cache_module, "_ROOT", tmp_path)
+    before = build_key(RECIPE, CONTENT), build_key(rtx, CONTENT)
+    (tmp_path / "plugins/norm/kernel.py").write_text("two")
+    after = build_key(RECIPE, CONTENT), build_key(rtx, CONTENT)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    assert build_key(changed(backend={"name": "torch"}), CONTENT) != after[1]

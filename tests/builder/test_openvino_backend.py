@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 
+import msgspec
 import numpy as np
 import onnx_ir as ir
 import openvino as ov
 import pytest
-from openvino_engine import build_artifact, recipe
+from openvino_engine import build_artifact, lowered, recipe, skip_unless_computed
 from tiny_onnx import TinyOnnx
 
 from builder.backends import openvino as backend
@@ -72,8 +73,9 @@ def test_a_blob_that_computes_something_else_is_not_kept(tmp_path, rope, blob):
 
 def test_every_property_is_one_that_openvino_takes_and_keeps(tmp_path):
     """What the compiled model reports back is what was asked for; nothing was left to a default or dropped."""
-    asked = recipe("bf16", "int8")
-    backend.compile_engine(TinyOnnx().model(), asked, tmp_path)
+    skip_unless_computed("bf16")
+    asked = recipe("bf16", "int8", attention="openvino")
+    backend.compile_engine(lowered(TinyOnnx(), asked), asked, tmp_path)
     properties = backend.engine_properties(asked)
     compiled = OpenVINOEngine(None, properties).compile_ir(tmp_path / "engine.xml")
     types = {"bf16": ov.Type.bf16, "u8": ov.Type.u8}
@@ -104,33 +106,66 @@ def test_weights_stay_as_stored(tmp_path, weights, stored):
         assert set(inputs) == {stored}
 
 
-def test_kv_layout_is_what_the_engine_has(tmp_path):
-    for compute, kv in (("f32", "f32"), ("f32", "f16"), ("f32", "int8"), ("bf16", "bf16"), ("bf16", "int8")):
-        tiny = TinyOnnx(layers=3, attributes={"sliding_window": 40})
-        asked = recipe(compute, kv)
-        model = tiny.model()
-        layout = backend.kv_layout(model, asked)
-        assert len(layout.layers) == 3
-        assert layout.layers[0].sliding_window == 40
-        backend.compile_engine(model, asked, tmp_path)
-        compiled = OpenVINOEngine(None, backend.engine_properties(asked)).compile_ir(tmp_path / "engine.xml")
-        caches = [port for port in compiled.inputs if "_cache." in port.any_name]
-        cells = [[dim.get_length() for dim in list(port.partial_shape)[1:]] for port in caches]
-        block = sum(int(np.prod(shape)) * port.element_type.size for shape, port in zip(cells, caches, strict=True))
-        assert block == layout.bytes_per_block, (compute, kv)
+@pytest.mark.parametrize(
+    ("compute", "kv", "attention"),
+    [(compute, kv, "openvino") for compute, kv in (("f32", "f16"), ("f32", "int8"), ("bf16", "bf16"), ("bf16", "int8"))]
+    + [("f32", kv, "native") for kv in ("f32", "bf16", "int8", "int4", "fp8_e4m3", "int8:int4")],
+)
+def test_kv_layout_is_what_the_engine_has(tmp_path, compute, kv, attention):
+    skip_unless_computed(compute)
+    tiny = TinyOnnx(layers=3, attributes={"sliding_window": 40})
+    asked = recipe(compute, kv, attention=attention)
+    model = lowered(tiny, asked)
+    layout = backend.kv_layout(model, asked)
+    assert len(layout.layers) == 3
+    assert layout.layers[0].sliding_window == 40
+    backend.compile_engine(model, asked, tmp_path)
+    properties = backend.engine_properties(asked, own_attention=attention == "native")
+    compiled = OpenVINOEngine(native.find_native(), properties).compile_ir(tmp_path / "engine.xml")
+    caches = [port for port in compiled.inputs if "_cache." in port.any_name]
+    cells = [[dim.get_length() for dim in list(port.partial_shape)[1:]] for port in caches]
+    block = sum(int(np.prod(shape)) * port.element_type.size for shape, port in zip(cells, caches, strict=True))
+    assert block == layout.bytes_per_block
+
+
+def test_skipped_layers_keep_16_bits(tmp_path):
+    asked = msgspec.structs.replace(recipe("f32", "int4"), kv=KvConfig(key="int4", value="int4", skip_layers=(0, 2)))
+    layers = backend.kv_layout(lowered(TinyOnnx(layers=3), asked), asked).layers
+    assert [layer.key_dtype for layer in layers] == ["f16", "int4", "f16"]
+    asked = msgspec.structs.replace(asked, kv=KvConfig(skip_layers=(3,)))
+    with pytest.raises(BuildError, match=r"kv.skip_layers names 3, and the model has the layers 0\.\.2"):
+        lowered(TinyOnnx(layers=3), asked)
 
 
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"softcap": 30.0}, "layer 0: attention logit softcap 30: OpenVINO's paged attention has no softcap"),
+        (
+            {"softcap": 30.0},
+            "layer 0: attention logit softcap 30: OpenVINO's paged attention has no softcap; backend.att",
+        ),
         ({"block_size": 16}, "layer 0: KV block size 16"),
     ],
 )
 def test_refuses_a_graph_that_openvino_cannot_compute(tmp_path, attributes, message):
     with pytest.raises(BuildError, match=message):
-        backend.compile_engine(TinyOnnx(attributes=attributes).model(), recipe(), tmp_path)
+        backend.compile_engine(TinyOnnx(attributes=attributes).model(), recipe(attention="openvino"), tmp_path)
     assert files(tmp_path) == []
+
+
+def test_without_the_native_library_what_only_it_can_do_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANCAST_HOME", str(tmp_path / "home"))
+    with pytest.raises(BuildError, match=r"softcap 30.*\(our C\+\+ operators, which could, are not built here"):
+        backend.compile_engine(TinyOnnx(attributes={"softcap": 30.0}).model(), recipe(), tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_where_our_kernels_cannot_openvino_attends(tmp_path):
+    """Both stand ready: a head that int8 kernels do not take is OpenVINO's, in the same recipe."""
+    asked = recipe("f32", "int8")
+    model = lowered(TinyOnnx(head_size=18), asked)
+    assert not backend.uses_own_attention(model, asked)
+    assert backend.uses_own_attention(lowered(TinyOnnx(), asked), asked)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +178,7 @@ def test_refuses_a_graph_that_openvino_cannot_compute(tmp_path, attributes, mess
     ],
 )
 def test_refuses_dtypes_that_fail_only_at_the_first_step(tmp_path, changes, message):
+    changes = {"backend": BackendConfig(attention="openvino"), **changes}
     with pytest.raises(BuildError, match=message):
         backend.compile_engine(TinyOnnx().model(), Recipe(name="tiny", model="tiny", **changes), tmp_path)
     assert files(tmp_path) == []

@@ -75,18 +75,8 @@ def greedy(executor: TinyModelExecutor, prompt: list[int], count: int) -> list[i
     """Greedy continuation by reading everything from the start for each token."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(read(executor, tokens)[-1].argmax()))
+        tokens.append(int(executor.read_alone(tokens)[-1].argmax()))
     return tokens[len(prompt) :]
-
-
-def read(executor: TinyModelExecutor, tokens: list[int]) -> np.ndarray:
-    size, length = executor.kv_layout.block_size, len(tokens)
-    table = np.arange(-(-length // size), dtype=np.int32)
-    batch = StepBatch(
-        np.array(tokens), np.arange(length), np.array([0], np.int32), np.array([0, length], np.int32), table,
-        np.array([0, len(table)], np.int32), length, np.arange(length),
-    )  # fmt: skip
-    return np.array(executor.run(batch))
 
 
 def test_the_engine_s_answers_are_its_greedy_ones_and_its_logits_those_of_the_text(tmp_path: Path) -> None:
@@ -102,7 +92,7 @@ def test_the_engine_s_answers_are_its_greedy_ones_and_its_logits_those_of_the_te
     alone.allocate(32)
     assert answers == [greedy(alone, prompt, 6) for prompt in prompts]
     logits = np.fromfile(tmp_path / "logits", np.float32).reshape(-1, 96)
-    np.testing.assert_array_equal(logits, np.concatenate([read(alone, window) for window in windows]))
+    np.testing.assert_array_equal(logits, np.concatenate([alone.read_alone(window) for window in windows]))
 
 
 def test_an_engine_of_nans_is_refused(tmp_path: Path) -> None:
@@ -114,7 +104,7 @@ def test_an_engine_of_nans_is_refused(tmp_path: Path) -> None:
     executor = Broken(seed=3)
     limits = Limits(max_context_len=64, max_num_seqs=1, max_num_batched_tokens=16)
     manifest = tiny_manifest(limits=limits, kv=executor.kv_layout)
-    with pytest.raises(BuildError, match="logits that are not finite"):
+    with pytest.raises(BuildError, match="output is not finite"):
         ask_engine(executor, manifest, Questions([[1]], 2, [[1, 2, 3]]), tmp_path / "logits")
 
 
@@ -145,7 +135,7 @@ def test_text_figures_are_those_of_their_definitions(reference: Any, tmp_path: P
     import torch
 
     with torch.inference_mode():
-        figures = compare_text(model, {"windows": windows, "logits": str(tmp_path / "logits")})
+        figures = compare_text(model, {"windows": windows, "output": str(tmp_path / "logits")})
 
     def log_softmax(x: np.ndarray) -> np.ndarray:
         x = x - x.max(-1, keepdims=True)
@@ -174,7 +164,7 @@ def test_equal_logits_have_no_divergence(reference: Any, tmp_path: Path) -> None
     window = list(range(100))
     hf_logits(model, window).tofile(tmp_path / "logits")
     with torch.inference_mode():
-        figures = compare_text(model, {"windows": [window], "logits": str(tmp_path / "logits")})
+        figures = compare_text(model, {"windows": [window], "output": str(tmp_path / "logits")})
     assert figures["mean_kl"] < 1e-9
     assert figures["top1_agreement"] == 1
     assert figures["perplexity"] == pytest.approx(figures["reference_perplexity"])
@@ -213,7 +203,7 @@ def test_the_reference_runs_in_a_process_of_its_own(reference: Any, tmp_path: Pa
     first = int(hf_logits(model, [5])[-1].argmax())
     questions = Questions([[5]], 1, [window])
     checkpoint = open_folder(folder, name="tiny")
-    figures = parity._ask_reference(checkpoint, questions, [[first]], tmp_path / "logits", tmp_path, False)
+    figures = parity.ask_reference(checkpoint, questions, {"answers": [[first]]}, tmp_path / "logits", tmp_path, False)
     assert Parity(**figures).greedy_matching_prompts == 1
     assert not (tmp_path / "questions.json").exists()
 
@@ -225,8 +215,9 @@ def test_a_reference_that_cannot_run_is_one_line(tmp_path: Path) -> None:
     checkpoint = open_folder(folder, name="tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "no-such-family"}))
+    questions = Questions([[1]], 1, [[1]])
     with pytest.raises(BuildError) as caught:
-        parity._ask_reference(checkpoint, Questions([[1]], 1, [[1]]), [[1]], tmp_path / "logits", tmp_path, False)
+        parity.ask_reference(checkpoint, questions, {"answers": [[1]]}, tmp_path / "logits", tmp_path, False)
     assert "\n" not in str(caught.value)
     assert "parity.enabled: false" in str(caught.value)
     assert "no-such-family" in str(caught.value)

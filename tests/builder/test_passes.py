@@ -10,17 +10,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from onnx_steps import OnnxSteps, largest_difference, self_contained
 from tiny_families import VOCAB_SIZE, open_tiny_checkpoint, write_tiny_checkpoint
 
 from builder.passes import PassStats, make_passes, run_passes
 from builder.passes.conditions import flat_attention, rows_before_head, tokens_first, well_formed
 from builder.passes.graph import dims
-from builder.passes.matrices import matrices
-from builder.passes.quantize_weights import channel_scales, quantize
 from builder.passes.tidy import Tidy
 from builder.recipe import KvConfig, Recipe, WeightsConfig
 from builder.trace import trace
@@ -212,26 +207,6 @@ def test_skip_keeps_weights_in_f32_by_their_own_names_even_when_merged(llama: Tr
         v.name for v in graph.graph.initializers.values() if len(dims(v) or ()) == 2 and v.dtype == ir.DataType.FLOAT
     }
     assert kept == {"model.layers.0.self_attn.qkv_proj.weight", "model.embed_tokens.weight"}
-    assert matrices(graph, ("*",)) == []
-
-
-@settings(max_examples=60, deadline=None)
-@given(arrays(np.float32, (3, 5), elements=st.floats(-1e4, 1e4, width=32)), st.sampled_from([0, 1]))
-def test_quantized_values_lie_within_half_a_step(weight: np.ndarray, axis: int) -> None:
-    scales = channel_scales(weight, axis)
-    values = quantize(weight, axis)
-    assert values.dtype == np.int8
-    assert values.min() >= -127
-    assert (scales > 0).all()
-    step = scales.reshape((-1, 1) if axis == 0 else (1, -1))
-    assert (np.abs(values * step - weight) <= step * (0.5 + 1e-4)).all()
-
-
-def test_a_channel_of_zeros_stays_zero() -> None:
-    weight = np.zeros((2, 4), np.float32)
-    weight[1] = [1, -2, 0.5, 0]
-    assert channel_scales(weight, 0)[0] == 1
-    np.testing.assert_array_equal(quantize(weight, 0), [[0, 0, 0, 0], [64, -127, 32, 0]])
 
 
 def test_the_recipes_cache_is_stated_on_each_node(llama: Traced) -> None:

@@ -85,10 +85,19 @@ def test_sizes(tmp_path: Path, size: str, nbytes: int) -> None:
         ("backend: {nmae: openvino}", 2, "unknown key 'nmae' in 'backend'; allowed: name, device.*did you mean 'name'"),
         ("compute: bf16", 2, "unknown key 'compute'.*did you mean 'backend.compute'"),
         ("<<: {a: 1}", 2, "unknown key '<<'"),
-        ("backend:\n  name: tensorrt", 3, "backend.name: 'tensorrt' is not allowed; allowed: openvino"),
+        ("backend:\n  name: tensort", 3, "backend.name: 'tensort' is not allowed; allowed: openvino.*mean 'tensorrt'"),
         ("backend: {compute: fp32}", 2, "'fp32' is not allowed; allowed: f32, bf16, f16; did you mean 'f32'"),
         ("weights: bfloat16", 2, "weights.dtype: 'bfloat16' is not allowed.*did you mean 'bf16'"),
-        ("weights: int4", 2, "weights.dtype: 'int4' is not allowed.*did you mean 'int8'"),
+        ("weights: int5", 2, "weights.dtype: 'int5' is not allowed; allowed: f32, f16, bf16, int8, int4, fp8, checkp"),
+        ("weights: fp8_e4m3", 2, "weights.dtype: 'fp8_e4m3' is not allowed.*did you mean 'fp8'"),
+        ("weights: {dtype: int4, group_size: 48}", 2, "48 is not allowed; allowed: 32, 64, 128, channel"),
+        ("weights: {dtype: int4, group_size: '32'}", 2, "'32' is not allowed; allowed: 32, 64, 128, channel"),
+        ("weights: {dtype: int4, group_size: true}", 2, "true is not allowed"),
+        ("weights: {dtype: int4, method: gtpq}", 2, "'gtpq' is not allowed.*did you mean 'gptq'"),
+        ("weights: {dtype: int4, overrides: [int8]}", 2, "weights.overrides.0: 'int8' is text; a mapping is expected"),
+        ("weights: {dtype: int4, overrides: [{dtype: int8}]}", 2, "weights.overrides.0.match: missing"),
+        ("weights:\n  dtype: int4\n  overrides:\n  - {match: a, dtype: int9}", 5, "overrides.0.dtype: 'int9' is not"),
+        ("weights: {dtype: int4, damping: 0}", 2, "weights.damping: 0 is out of range"),
         ("weights: 8", 2, "weights: 8 is an integer; a mapping is expected"),
         ("kv: null", 2, "kv: null is null; a mapping is expected"),
         ("kv: [f32]", 2, "kv: .* is a list; a mapping is expected"),
@@ -171,18 +180,39 @@ def test_no_recipe_at_all(tmp_path: Path, content: bytes, words: str) -> None:
     ("text", "key", "words"),
     [
         # What OpenVINO's paged attention does with each pair was measured: builder/recipe_check.py.
-        ("backend: {compute: f32}\nkv: bf16", "kv.key", "bf16 is impossible with backend.compute f32.*f32, f16, int8"),
-        ("backend: {compute: bf16}\nkv: f16", "kv.value", "f16 is impossible with backend.compute bf16.*bf16, int8"),
-        ("backend: {compute: bf16}", "kv.key", "f32 is impossible with backend.compute bf16"),
+        ("backend: {attention: openvino}\nkv: bf16", "kv.key", "bf16 is impossible with backend.compute f32.*f32, f16"),
+        ("backend: {compute: bf16, attention: openvino}\nkv: f16", "kv.value", "f16 is impossible .* bf16.*bf16, int8"),
+        ("backend: {compute: bf16, attention: openvino}", "kv.key", "f32 is impossible with backend.compute bf16"),
+        ("backend: {attention: openvino}\nkv: int4", "kv.key", "int4 is impossible.* set backend.attention to native"),
+        ("backend: {attention: openvino}\nkv: {rotate: key}", "kv.rotate", "key is impossible"),
+        ("backend: {attention: openvino}\nkv: {skip_layers: [1]}", "kv.skip_layers", "is impossible"),
         ("backend: {compute: f16}\nkv: f16", "backend.compute", "f16 is not computed by openvino on a CPU"),
-        ("kv: {key: int8, value: f32}", "kv.value", "f32 is impossible beside kv.key int8"),
+        ("backend: {attention: openvino}\nkv: {key: int8}", "kv.value", "f32 is impossible beside kv.key int8"),
+        ("kv: {key: int8, value: int8, scales: static}", "kv.scales", "static is impossible with a KV cache in int8"),
         ("kv: {block_size: 16}", "kv.block_size", "16 is impossible on openvino; allowed: 32"),
         ("backend: {dynamic_quantization_group_size: 32}", "backend.dynamic", "no effect on f32 weights"),
         ("backend: {dynamic_quantization_group_size: 33}", "backend.dynamic", "0, or a multiple of 32"),
         ("weights: {skip: [a]}", "weights.skip", "weights.dtype f32 quantizes none"),
+        ("weights: {method: gptq}", "weights.method", "gptq quantizes, and weights.dtype f32 does not"),
+        ("weights: {dtype: bf16, group_size: 32}", "weights.group_size", "no effect on bf16"),
+        ("weights: {dtype: fp8, symmetric: false}", "weights.symmetric", "impossible with fp8"),
+        ("weights: {dtype: fp8, method: gptq}", "weights.method", "fp8 has no even grid"),
+        ("weights: {dtype: int8, mixed: {max_bits: 5}}", "weights.mixed", "weights.dtype is int8; set it to int4"),
+        ("weights: {dtype: int4, mixed: {max_bits: 5, max_kl: 1}}", "weights.mixed", "give one of them"),
+        ("weights: {dtype: int8, smooth: 0.5}", "weights.smooth", "dynamic_quantization_group_size 0 turns off"),
+        ("weights: {dtype: int4, overrides: [{match: a}]}", "weights.overrides.0", "overrides nothing"),
+        ("weights: {dtype: checkpoint, overrides: [{match: a, dtype: int8}]}", "weights.overrides.0", "as they are"),
+        ("weights: {overrides: [{match: a, group_size: 32}]}", "weights.overrides.0", "no effect on f32"),
         ("limits: {max_num_seqs: 600}", "limits.max_num_batched_tokens", "512 is less than limits.max_num_seqs 600"),
         ("limits: {max_context_len: 32}", "parity.new_tokens", "do not fit in limits.max_context_len 32"),
         ("quality: {max_kl: 0.1}\nparity: {enabled: false}", "quality.max_kl", "0.1 cannot be enforced"),
+        ("backend: {name: torch, strip_weights: true}", "backend.strip_weights", "has no effect on torch"),
+        ("backend: {name: torch, compute_capabilities: [SM90]}", "backend.compute_cap", "has no effect on torch"),
+        ("backend: {name: tensorrt_rtx, compute_capabilities: [SM90]}", "backend.compute_cap", "SM90 .*allowed: SM75"),
+        ("backend: {name: tensorrt}", "backend.compute_cap", "nothing is not what a tensorrt engine is for"),
+        ("backend: {name: tensorrt, device: CPU}", "backend.device", "CPU is impossible on tensorrt; set it to CUDA"),
+        ("backend: {name: tensorrt}\nkv: {rotate: key}", "kv.rotate", "key is not computed by tensorrt"),
+        ("backend: {name: tensorrt_rtx, strip_weights: true}", "parity.enabled", "without weights do not run"),
     ],
 )
 def test_impossible_combinations(tmp_path: Path, text: str, key: str, words: str) -> None:
@@ -244,10 +274,32 @@ def test_hash_is_of_what_is_said_not_how(tmp_path: Path) -> None:
     assert len(recipe_hash(a)) == 64
 
 
+def test_speculation_in_short_and_at_length(tmp_path: Path) -> None:
+    assert load(tmp_path, BASE).speculation.method == ()
+    assert load(tmp_path, BASE + "speculation: ngram\n").speculation.method == ("ngram",)
+    config = load(tmp_path, BASE + "speculation: {method: [suffix, ngram], num_speculative_tokens: 3}\n").speculation
+    assert config.method == ("suffix", "ngram")
+    assert config.num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("speculation: telepathy\n", "allowed: ngram, suffix, draft_model"),
+        ("speculation: {method: draft_model}\n", "needs `model`"),
+        ("speculation: {method: ngram, num_speculative_tokens: 0}\n", "at least 1"),
+        ("speculation: {method: ngram, prompt_lookup_min: 7}\n", "prompt_lookup_max"),
+    ],
+)
+def test_speculation_that_cannot_be(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load(tmp_path, BASE + text)
+
+
 def test_a_dict_of_another_version_is_refused() -> None:
     value = recipe_to_dict(Recipe(name="a", model="m"))
     with pytest.raises(RecipeError, match="not a recipe that this version understands"):
-        recipe_from_dict({**value, "speculation": {}})
+        recipe_from_dict({**value, "telepathy": {}})
 
 
 _SCALARS = st.one_of(

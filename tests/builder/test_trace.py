@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from builder.passes.graph import dims
 from builder.trace import trace
 from builder.tracing.signature import attention_nodes
-from plugins.paged_attention.op import INPUTS
+from plugins.paged_attention.op import INPUTS, VERSION
 from runtime.errors import BuildError
 
 CONTEXT = 32
@@ -49,7 +49,7 @@ def test_signature(llama) -> None:
     }
     (logits,) = graph.graph.outputs
     assert (logits.name, dims(logits), logits.dtype) == ("logits", ("R", VOCAB_SIZE), f32)
-    assert graph.opset_imports == {"": 23, "plancast": 1}
+    assert graph.opset_imports == {"": 23, "plancast": VERSION}
 
 
 def test_attention_nodes(llama) -> None:
@@ -68,6 +68,10 @@ def test_attention_nodes(llama) -> None:
             "softcap": 0.0,
             "kv_dtype": "f32",
             "block_size": 32,
+            "group_size": 32,
+            "rotate": "none",
+            "key_scale": 0.0,
+            "value_scale": 0.0,
             "layer": layer,
         }
         assert [dims(value) for value in node.outputs] == [("T", 32)]

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 from core_driver import Driver, FakeClock, make_core, make_request
+from drafters import ANY_DRAFTS, PartlyRight, hash_draft_engine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tiny_model import HashModelExecutor
@@ -18,10 +20,15 @@ from tiny_model import HashModelExecutor
 from runtime.beam import BeamSearch
 from runtime.messages import EngineRequest
 from runtime.sampler import Sampler
+from runtime.sequence import Sequence
+from runtime.speculation.config import parse_speculation
 
 EOS = (7,)
 # Few different tokens and one common text, so that prefixes collide and are shared all the time.
 TEXT = [1, 2, 3, 1, 2, 3, 4, 4, 1, 2, 3, 1, 2, 3, 4, 4, 5, 6, 1, 2, 3, 3, 3, 3, 3, 3, 9, 8]
+
+
+SPECULATION = ("none", "drafts", "adaptive drafts", "ngram", "suffix", "draft engine", "draft engine")
 
 
 def oracle(request: EngineRequest) -> dict[int, list[int]]:
@@ -73,15 +80,35 @@ class CoreMachine(RuleBasedStateMachine):
                 "max_preemptions": st.integers(0, 2),
                 "starvation_turn": st.integers(1, 4),
                 "preemption_mode": st.sampled_from(["recompute", "swap"]),
-                "swap_space": st.sampled_from([1000, 1 << 16]),
+                "swap_cached_blocks": st.booleans(),
+                "swap_space": st.sampled_from([300, 1000, 1 << 16]),
                 "tpot_slo": st.sampled_from([None, 1e-7, 1e-3]),
             }
         ),
+        speculation=st.sampled_from(SPECULATION),
+        model=st.sampled_from(["hash", "device"]),
     )
-    def start(self, block_size: int, num_cells: int, options: dict[str, Any]) -> None:
+    def start(self, block_size: int, num_cells: int, options: dict[str, Any], speculation: str, model: str) -> None:
         limits = {"max_context_len": 64, "eos_token_ids": EOS}
+        self.oracles: dict[str, dict[int, list[int]]] = {}
+        if speculation == "drafts":  # at full length
+            options["drafter"] = PartlyRight(self.answer_of, HashModelExecutor().vocab_size)
+        elif speculation == "adaptive drafts":
+            options["drafter"] = PartlyRight(self.answer_of, HashModelExecutor().vocab_size)
+            options["speculation"] = msgspec.structs.replace(ANY_DRAFTS, adaptive=True)
+        elif speculation == "draft engine":
+            options["drafter"] = hash_draft_engine(num_blocks=num_cells // 4, block_size=3, right=0.7)
+        elif speculation != "none":
+            options["speculation"] = parse_speculation(
+                {
+                    "method": speculation,
+                    "adaptive": False,
+                    "prompt_lookup_min": 1,
+                    "suffix_decoding_max_cached_tokens": 100,
+                }
+            )
         core = make_core(
-            num_cells // block_size, block_size=block_size, clock=FakeClock(tick=1e-4), **limits, **options
+            num_cells // block_size, model=model, block_size=block_size, clock=FakeClock(tick=1e-4), **limits, **options
         )
         self.driver = Driver(core)
         self.requests: dict[str, EngineRequest] = {}
@@ -121,6 +148,13 @@ class CoreMachine(RuleBasedStateMachine):
         tokens = len(request.prompt_token_ids) + (request.params.max_tokens or 0) + 1
         preemptions = self.driver.core.config.max_preemptions
         self.work += (preemptions + 2) * max(request.params.num_sequences, beam_width) * tokens
+
+    def answer_of(self, sequence: Sequence) -> list[int]:
+        request_id = sequence.request.request_id
+        if request_id not in self.oracles:
+            request = self.requests[request_id]
+            self.oracles[request_id] = oracle(msgspec.structs.replace(request, resume_token_ids=None))
+        return self.oracles[request_id][sequence.index]
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -164,10 +198,13 @@ class CoreMachine(RuleBasedStateMachine):
         assert core.kv.pool.num_used == 0
         assert core.scheduler.num_slots_used == 0
         if core.scheduler.swap is not None:
-            assert core.scheduler.swap.num_used == 0
+            assert core.scheduler.swap.num_used == len(core.kv.spill or ())
         for request_id, request in self.requests.items():
             self._check_answer(request_id, request)
         core.close()
+        if core.speculator is not None:
+            stats = core.stats()
+            assert sum(stats.spec_decode_num_accepted_tokens_per_pos) == stats.spec_decode_num_accepted_tokens
 
     def _check_answer(self, request_id: str, request: EngineRequest) -> None:
         answer = self.driver.answers[request_id]

@@ -300,6 +300,53 @@ def test_a_failing_step_in_process_ends_every_request_with_the_reason(recorder: 
     engine.close()
 
 
+def test_a_hung_engine_is_replaced_and_the_streams_go_on(recorder: Recorder, tmp_path: Path) -> None:
+    engine = ProcessEngine(spec("open_hanging", marker=str(tmp_path / "hung")), recorder, step_timeout_s=1.5)
+    try:
+        time.sleep(2.0)
+        assert engine.num_restarts == 0, "an idle engine is silent and does not hang"
+        submit(engine, recorder, request("a", [1, 2]), request("b", [3], SEEDED))
+        recorder.wait("a", "b")
+        assert engine.num_restarts == 1
+        assert recorder.tokens["a"][0] == expected([1, 2])
+        calm = Recorder()
+        undisturbed = InProcessEngine(spec(), calm)
+        submit(undisturbed, calm, request("b", [3], SEEDED))
+        calm.wait("b")
+        undisturbed.close()
+        assert recorder.tokens["b"] == calm.tokens["b"]
+    finally:
+        engine.close()
+
+
+def test_a_request_that_hangs_the_engine_is_refused_alone(recorder: Recorder, tmp_path: Path) -> None:
+    marker = tmp_path / "never by itself"
+    marker.touch()
+    engine = ProcessEngine(
+        spec("open_hanging", marker=str(marker), hang_token=500), recorder, step_timeout_s=1.0, max_restarts=3
+    )
+    try:
+        submit(engine, recorder, request("bad", [500]), request("good", [1, 2]))
+        recorder.wait("bad", "good")
+        assert "had not finished a step for 1 s" in (recorder.finished["bad"].error or "")
+        assert recorder.tokens["good"][0] == expected([1, 2])
+    finally:
+        engine.close()
+
+
+def test_steps_that_bring_nothing_to_tell_are_no_silence(recorder: Recorder) -> None:
+    """A long prompt in small chunks: no token for longer than the limit, and a heartbeat all the while."""
+    config = msgspec.structs.replace(CONFIG, max_prefill_chunk=8)
+    engine = ProcessEngine(spec(config=config, step_s=0.2), recorder, step_timeout_s=2.5)
+    try:
+        short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        submit(engine, recorder, request("a", list(range(144)), short))
+        recorder.wait("a")
+        assert engine.num_restarts == 0
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_closing_drains_up_to_the_limit(client: type[EngineClient], recorder: Recorder) -> None:
     engine = client(spec(step_s=0.005), recorder)  # type: ignore[call-arg]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from openvino_engine import Sequences, build_artifact, recipe, relative_error
+from openvino_engine import Sequences, build_artifact, recipe, relative_error, skip_unless_computed
 from tiny_artifact import tiny_manifest, write_tiny_artifact
 from tiny_onnx import TinyOnnx
 
 from plugins import native
 from runtime.artifact import Artifact
+from runtime.config import EngineConfig
+from runtime.engine_process import EngineSpec, open_engine
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executor import Executor
 from runtime.executors import open_executor
@@ -55,6 +57,19 @@ def test_is_an_executor(executor):
     assert executor.kv_layout.bytes_per_block == 2 * TINY.layers * TINY.num_kv_heads * TINY.head_size * 32 * 4
 
 
+def test_an_engine_is_warm_before_it_is_ready(artifact, monkeypatch):
+    steps = []
+    run = OpenVINOExecutor.run
+    monkeypatch.setattr(OpenVINOExecutor, "run", lambda self, batch: steps.append(batch) or run(self, batch))
+    config = EngineConfig(max_context_len=64, max_num_seqs=2, max_num_batched_tokens=64, num_blocks=8)
+    engine = open_engine(EngineSpec(config=config, artifact=str(artifact.path)))
+    try:
+        assert [len(step.token_ids) for step in steps] == [1]
+        assert engine.core.kv.pool.num_free == 8
+    finally:
+        engine.close()
+
+
 def test_equals_the_model(executor):
     compare(executor, TINY, 1e-4)
 
@@ -66,18 +81,111 @@ def test_equals_the_model(executor):
         ("f32", "f16", "f32", 0.01),
         ("f32", "int8", "f32", 0.1),
         ("f32", "f32", "bf16", 1e-4),
-        ("f32", "f32", "int8", 4e-4),  # our Linear rounds activations to 15 bits or so
+        ("f32", "f32", "int8", 8e-4),  # our Linear rounds activations to 15 bits or so
         ("bf16", "bf16", "bf16", 0.1),
         ("bf16", "int8", "int8", 0.15),
     ],
 )
 @pytest.mark.parametrize("blob", [False, True])
 def test_each_precision_from_ir_and_blob(tmp_path, compute, kv, weights, tolerance, blob):
+    skip_unless_computed(compute)
     native.build_native()
     tiny = TinyOnnx(weights=weights)
     executor = open_executor(build_artifact(tmp_path / "tiny", tiny, recipe(compute, kv, weights, blob=blob)))
     assert executor.load_source == ("blob" if blob else "ir")
     compare(executor, tiny, tolerance)
+
+
+# Bounds: twice the largest error seen.
+@pytest.mark.parametrize(
+    ("compute", "kv", "tolerance"),
+    [
+        ("f32", "f32", 1e-4),
+        ("f32", "bf16", 0.03),
+        ("f32", "int8:int4", 1.0),
+        ("f32", "fp8_e4m3", 0.5),
+        ("f32", "fp8_e5m2", 0.8),
+        ("bf16", "f16", 0.1),
+    ],
+)
+def test_our_own_attention(tmp_path, compute, kv, tolerance):
+    """Formats, and pairs of them with a compute dtype, that OpenVINO's operation does not have."""
+    skip_unless_computed(compute)
+    native.build_native()
+    executor = open_executor(build_artifact(tmp_path / "tiny", TINY, recipe(compute, kv)))
+    assert executor.load_source == "blob"
+    compare(executor, TINY, tolerance)
+
+
+@pytest.mark.parametrize("attributes", [{"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 21}])
+def test_softcap(tmp_path, attributes):
+    tiny = TinyOnnx(attributes=attributes)
+    compare(open_executor(build_artifact(tmp_path / "tiny", tiny, recipe())), tiny, 1e-4)
+
+
+@pytest.mark.parametrize("attention", ["native", "openvino"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "int8:int4"])
+def test_a_rejected_speculation_leaves_nothing_behind(tmp_path, kv, attention):
+    """Verify five tokens, take none of them, go on: to the bit as if they had never been tried."""
+    if attention == "openvino" and kv not in ("f32", "f16", "int8"):
+        pytest.skip("OpenVINO's operation does not have this format")
+    executor = open_executor(build_artifact(tmp_path / "tiny", TINY, recipe("f32", kv, attention=attention)))
+    results = []
+    for speculate in (False, True):
+        sequences = Sequences(2, 80, vocab_size=TINY.vocab_size)
+        executor.allocate(sequences.num_blocks)
+        executor.run(sequences.batch({0: 30, 1: 3}))
+        if speculate:
+            draft = sequences.batch({0: 6}, every_row=True)
+            draft.token_ids[1:] = (draft.token_ids[1:] + 1) % TINY.vocab_size
+            executor.run(draft)
+            sequences.lengths[0] -= 5  # its own token stands, the five drafted ones go
+        else:
+            executor.run(sequences.batch({0: 1}))
+        results.append([executor.run(sequences.batch(step)).copy() for step in ({0: 3, 1: 1}, {0: 20}, {0: 1})])
+    for clean, after in zip(*results, strict=True):
+        # OpenVINO's operation rounds a row in another way where others stand beside it.
+        np.testing.assert_allclose(after, clean, atol=0 if attention == "native" else 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kv", ["f16", "int8"])
+def test_without_the_library_openvino_attends(tmp_path, monkeypatch, kv):
+    artifact = build_artifact(tmp_path / "tiny", TINY, recipe("f32", kv, blob=False))
+    monkeypatch.setattr(executor_module, "find_native", lambda: None)
+    executor = open_executor(artifact)
+    compare(executor, TINY, 0.1)
+    # OpenVINO's int8 cells have 8 bytes of scales, ours 2; the block pool is told.
+    more = 2 * TINY.layers * TINY.num_kv_heads * 32 * (6 if kv == "int8" else 0)
+    assert executor.kv_layout.bytes_per_block == artifact.manifest.kv.bytes_per_block + more
+
+
+def test_without_the_library_what_only_it_can_do_is_refused(tmp_path, monkeypatch):
+    artifact = build_artifact(tmp_path / "tiny", TINY, recipe("f32", "int4", blob=False))
+    monkeypatch.setattr(executor_module, "find_native", lambda: None)
+    with pytest.raises(
+        ArtifactError, match=r"KV cache int4.*our C\+\+ operators are not built here: python -m plugins"
+    ):
+        open_executor(artifact)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_packed_blocks_are_copied_and_swapped_whole(tmp_path, kv):
+    """A fork by copy-on-write and a block that was swapped out go on to the bit as their originals."""
+    executor = open_executor(build_artifact(tmp_path / "tiny", TINY, recipe("f32", kv)))
+    sequences = Sequences(1, 60, vocab_size=TINY.vocab_size)
+    executor.allocate(sequences.num_blocks)
+    executor.run(sequences.batch({0: 40}))
+    saved = executor.read_block(int(sequences.tables[0][0]))
+    expected = executor.run(sequences.batch({0: 1})).copy()
+    spare = [block for block in range(sequences.num_blocks) if block not in sequences.tables[0]]
+    for block in (sequences.tables[0][0], spare[0]):
+        executor.write_block(int(block), bytes(len(saved)))
+    executor.write_block(spare[0], saved)
+    sequences.lengths[0] -= 1
+    batch = sequences.batch({0: 1})
+    batch.copies = [(int(batch.block_ids[1]), spare[1])]
+    batch.block_ids = np.array(spare[:2], np.int32)
+    np.testing.assert_array_equal(executor.run(batch), expected)
 
 
 @pytest.mark.parametrize("rope", ["halves", "interleaved"])
@@ -97,8 +205,8 @@ def test_ir_and_blob_give_the_same_logits(artifact, monkeypatch):
         sequences = Sequences(2, 50, vocab_size=TINY.vocab_size)
         executor.allocate(sequences.num_blocks)
         results.append([executor.run(sequences.batch(step)).copy() for step in ({0: 40, 1: 3}, {0: 1, 1: 1})])
-    for left, right in zip(*results, strict=True):
-        np.testing.assert_array_equal(left, right)
+    for left, right in zip(*results, strict=True):  # without the library, attention is OpenVINO's
+        np.testing.assert_allclose(left, right, atol=1e-4)
 
 
 def test_a_blob_that_openvino_refuses_falls_back_to_ir(artifact, tmp_path):

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import SENTENCES, tiny_tokenizer
 
-from runtime.errors import EngineDeadError, OverloadedError, PlancastError, QueueTimeoutError, RequestError
+from runtime.errors import (
+    EngineDeadError,
+    GenerationError,
+    OverloadedError,
+    PlancastError,
+    QueueTimeoutError,
+    RequestError,
+)
 from runtime.logprobs import RowLogprobs
 from runtime.messages import AbortRequests, EngineRequest, RequestDelta, SequenceDelta, TokenLogprobs
 from runtime.output_processor import OutputProcessor
@@ -365,6 +372,7 @@ def test_remove_request_is_silent():
         ("overloaded", OverloadedError),
         ("queue_timeout", QueueTimeoutError),
         ("engine", EngineDeadError),
+        ("generation", GenerationError),
         (None, PlancastError),
     ],
 )

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from plugins.sampling.reference import distribution, pick
 from runtime.errors import RequestError
 from runtime.philox import uniform
 from runtime.sampler import Sampler
 from runtime.sampling.narrow import MAX_CANDIDATES
+from runtime.sampling.rows import ChunkedExp
+from runtime.sampling.selection import Restriction, candidates
 from runtime.sampling_params import SamplingParams
 
 EOS = 0
@@ -467,3 +470,25 @@ def test_the_counter_is_the_output_position():
         state.append(1)
     state.truncate(3)
     assert state.uniform() == uniform(7, 2, 3)
+
+
+def test_the_token_hangs_on_what_may_be_sampled_and_not_on_how_it_was_found() -> None:
+    """Rows that leave at most 128 tokens are added up from the likeliest down, also where the search for those looked
+    at more; rows that leave more by their ids. Whoever samples elsewhere (a GPU) needs to know no more than that."""
+    rng = np.random.default_rng(2)
+    seen = set()
+    sampler = Sampler(3000, ())
+    for seed in range(40):
+        row = (rng.standard_normal(3000) * 2).astype(np.float32)
+        params = SamplingParams(temperature=3.0, top_k=110 + seed, seed=seed)
+        restriction = Restriction.of(params)
+        found = candidates(row, ChunkedExp(3000), restriction)
+        probabilities = distribution(row, restriction.temperature, params.top_k)
+        left = np.count_nonzero(probabilities)
+        ids = np.flatnonzero(probabilities)
+        (token,) = sampler.sample(row[None], [sampler.new_state(params, [1])])
+        u = uniform(seed, 0, 0)
+        ascending = int(ids[np.searchsorted(np.cumsum(probabilities[ids]), u, side="right")])
+        assert token.token_id == (pick(probabilities, u) if left <= MAX_CANDIDATES else ascending)
+        seen.add((found.ids.size > MAX_CANDIDATES, bool(left > MAX_CANDIDATES)))
+    assert seen >= {(True, False), (True, True)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
 from runtime.errors import RequestError
-from runtime.sampling.verification import MAX_LOGPROB_ENTRIES
+from runtime.sampling.params_check import MAX_LOGPROB_ENTRIES
 from runtime.sampling_params import SamplingParams
 
 VOCAB, CONTEXT = 1000, 100

@@ -74,6 +74,33 @@ def test_the_last_comer_gives_way_and_the_first_is_never_preempted() -> None:
     assert max(preemptions) <= driver.core.config.max_preemptions
 
 
+@pytest.mark.parametrize("max_preemptions", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_protected_request_has_its_worst_case_reserved(max_preemptions: int, mode: str) -> None:
+    """Each needs 9 of 14 blocks in the end. Nobody gets what a protected one may still ask for, else it would have to
+    give way once more than `max_preemptions` allows."""
+    driver = Driver(
+        make_core(
+            14, max_preemptions=max_preemptions, enable_prefix_caching=False, preemption_mode=mode, swap_space=9999
+        )
+    )
+    requests = [make_request(str(i), [i] * 4, max_tokens=33, ignore_eos=True) for i in range(5)]
+    most_reserved = 0
+    for request in requests:
+        driver.add(request)
+    while driver.core.has_work():
+        driver.step()
+        kv, running = driver.core.kv, driver.core.scheduler.running
+        promised = sum(kv.outstanding(request) for request in running if request.protected)
+        assert kv.pool.num_free >= promised, "blocks that were promised are gone"
+        most_reserved = max(most_reserved, promised)
+    preemptions = [driver.answers[request.request_id].deltas[-1].num_preemptions for request in requests]
+    assert max(preemptions) == max_preemptions
+    assert most_reserved > 0
+    for request in requests:
+        assert driver.answers[request.request_id].tokens == run_alone(request).tokens
+
+
 def test_case_15_a_pool_smaller_than_the_batch_preempts_and_ends() -> None:
     prompts = random_prompts(20, longest=30)
     driver = Driver(make_core(18, max_num_seqs=8))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from core_driver import Driver, make_core, make_request, random_prompts, run_alone
 
 from runtime.errors import PlancastError
-from runtime.swap import SwapFile, SwapSlots
+from runtime.prefix_cache import CachedBlock
+from runtime.scheduling.spill import SpillTier
+from runtime.swap import SwapFile, SwapMove, SwapSlots
 
 
 def test_slots_are_handed_out_once_and_reused_first() -> None:
@@ -96,3 +99,97 @@ def test_shared_blocks_are_swapped_once() -> None:
     answers = driver.run()
     for request in (first, second):
         assert answers[request.request_id].tokens == run_alone(request).tokens
+
+
+def evict_all(driver: Driver, times: int) -> None:
+    """Run unlike prompts until nothing of what was cached before is in the pool."""
+    for i in range(times):
+        driver.add(make_request(f"flood {i}", [40 + i] * 40, max_tokens=2))
+        driver.run()
+
+
+@pytest.mark.parametrize("model", ["hash", "tiny"])
+def test_evicted_cached_blocks_come_back_from_the_file(model: str) -> None:
+    """A prompt whose blocks were all evicted is not computed again; without the tier it is."""
+    prompt = [*range(30), 7]
+    for spilling in (True, False):
+        driver = Driver(make_core(16, model=model, swap_cached_blocks=spilling, swap_space=1 << 20))
+        driver.add(make_request("first", prompt, max_tokens=6))
+        driver.run()
+        evict_all(driver, 3)
+        second = make_request("second", prompt, max_tokens=6)
+        driver.add(second)
+        answer = driver.run()["second"]
+        assert answer.deltas[0].num_cached_tokens == (28 if spilling else 0)
+        assert answer.tokens == run_alone(second, model=model).tokens
+        stats = driver.core.stats()
+        assert stats.restored_blocks == (7 if spilling else 0)
+        assert (stats.spilled_blocks > 7) == (stats.num_spilled_blocks > 0) == spilling
+        assert driver.core.reset_prefix_cache() == stats.num_cached_blocks + stats.num_spilled_blocks
+        driver.core.check()
+        third = make_request("third", prompt, max_tokens=6)
+        driver.add(third)
+        assert driver.run()["third"].deltas[0].num_cached_tokens == 0, "reset forgets the spilled ones too"
+        driver.core.close()
+
+
+def test_two_requests_share_what_one_brought_back() -> None:
+    driver = Driver(make_core(24, swap_cached_blocks=True, swap_space=1 << 20))
+    prompt = list(range(24))
+    driver.add(make_request("first", prompt, max_tokens=2))
+    driver.run()
+    evict_all(driver, 4)
+    before = driver.core.stats().restored_blocks
+    requests = [make_request(f"r{i}", [*prompt, i], greedy=False, n=2, max_tokens=4) for i in range(2)]
+    for request in requests:
+        driver.add(request)
+    driver.step()
+    assert driver.core.stats().restored_blocks == before + 6
+    answers = driver.run()
+    for request in requests:
+        assert answers[request.request_id].tokens == run_alone(request).tokens
+
+
+def test_the_tier_is_bounded_and_drops_the_oldest() -> None:
+    moves: list[SwapMove] = []
+    tier = SpillTier(SwapSlots(2), moves)
+    nodes = [CachedBlock(bytes([i]), b"", None, -1) for i in range(3)]
+    for block_id, node in enumerate(nodes):
+        tier.add(node, 10 + block_id)
+    assert moves == [SwapMove(True, 10, 0), SwapMove(True, 11, 1), SwapMove(True, 12, 0)]
+    assert [tier.find(node.digest) is node for node in nodes] == [False, True, True]
+    slot = tier.take(nodes[1])
+    tier.restore(slot, 5)
+    assert moves[-1] == SwapMove(False, 5, 1)
+    assert (len(tier), tier.held_slots(), tier.slots.num_free) == (1, {0}, 1)
+    tier.discard(nodes[2].digest)
+    tier.discard(nodes[2].digest)
+    tier.slots.check(set())
+
+
+def test_preempted_sequences_have_the_first_right_to_the_space() -> None:
+    slots = SwapSlots(4)
+    tier = SpillTier(slots, [])
+    for i in range(4):
+        tier.add(CachedBlock(bytes([i]), b"", None, -1), i)
+    tier.make_room(3)
+    assert slots.allocate(3) is not None
+    tier.add(CachedBlock(b"x", b"", None, -1), 9)
+    assert tier.find(b"x") is not None
+    tier.make_room(1)
+    assert slots.allocate(1) is not None
+    tier.add(CachedBlock(b"y", b"", None, -1), 9)
+    assert len(tier) == 0, "no slot is left: the block is lost"
+
+
+def test_a_spilled_block_with_the_same_digest_and_other_tokens_is_no_hit() -> None:
+    """With a digest that tells nothing apart, tokens and ancestors are compared all the same."""
+    driver = Driver(make_core(10, swap_cached_blocks=True, swap_space=1 << 20))
+    assert driver.core.kv.cache is not None
+    driver.core.kv.cache._digest = lambda data: bytes([sum(data) % 23])
+    prompts = random_prompts(30, longest=30)
+    for i, prompt in enumerate(prompt for pair in pairwise(prompts) for prompt in pair[::-1]):
+        request = make_request(str(i), prompt, max_tokens=4)
+        driver.add(request)
+        assert driver.run()[request.request_id].tokens == run_alone(request).tokens
+    assert driver.core.stats().restored_blocks > 0

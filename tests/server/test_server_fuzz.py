@@ -43,6 +43,13 @@ def small(tmp_path_factory) -> Iterator[ServerThread]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory) -> Iterator[ServerThread]:
+    artifact = write_served_artifact(tmp_path_factory.mktemp("small") / "e", max_context_len=48, pooling="last")
+    with ServerThread({"tiny": artifact}, factory="tiny_served:open_embedder") as running:
+        yield running
+
+
 def operations() -> list[schemathesis.APIOperation]:
     """Every operation of the server's own description, but the one whose stream has no end."""
 
@@ -132,6 +139,24 @@ VALID: dict[str, dict[str, Any]] = {
     "/score": {"text_1": "a", "text_2": ["b", "c"]},
 }
 
+NOT_STREAMED = {"/tokenize", "/detokenize", "/score", "/generate", "/v1/embeddings", "/pooling"}
+EMBEDDING = {
+    "model": "tiny",
+    "input": ["a", "b"],
+    "encoding_format": "float",
+    "dimensions": 5,
+    "normalize": True,
+    "truncate_prompt_tokens": 4,
+    "user": "u",
+    "priority": 1,
+    "cache_salt": "s",
+}
+VALID_EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": EMBEDDING,
+    "/pooling": EMBEDDING | {"input": [[1, 2], [3]], "task": "embed", "encoding_format": "base64"},
+    "/score": {"text_1": "a", "text_2": ["b", "c"]},
+}
+
 SAMPLE = 80  # of every place by every odd value, the same ones each time
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, "", "x", "0", "\ud7ff\ue000", "a" * 5000,
@@ -163,14 +188,23 @@ def mutated(value: Any, path: tuple, how: Any) -> Any:
 @pytest.mark.parametrize("path", VALID)
 def test_every_field_survives_every_odd_value(small: ServerThread, path: str):
     """A valid body with one place replaced or removed: 200, or 4xx whose message is no riddle; never 5xx."""
+    survives(small, path, VALID[path])
+
+
+@pytest.mark.parametrize("path", VALID_EMBEDDINGS)
+def test_every_field_of_an_embedding_survives_too(embedder: ServerThread, path: str):
+    survives(embedder, path, VALID_EMBEDDINGS[path])
+
+
+def survives(server: ServerThread, path: str, valid: dict[str, Any]) -> None:
     rng = random.Random(path)
-    cases = [(place, how) for place in places(VALID[path]) for how in (*ODD, ...)]
-    with small.client() as client:
-        assert client.post(path, json=VALID[path]).status_code == 200
+    cases = [(place, how) for place in places(valid) for how in (*ODD, ...)]
+    with server.client() as client:
+        assert client.post(path, json=valid).status_code == 200
         for place, how in rng.sample(cases, min(len(cases), SAMPLE)):
-            body = mutated(VALID[path], place, how)
+            body = mutated(valid, place, how)
             for stream in (False, True):
-                if isinstance(body, dict) and path not in ("/tokenize", "/detokenize", "/score", "/generate"):
+                if isinstance(body, dict) and path not in NOT_STREAMED:
                     body = body | {"stream": stream}
                 response = client.post(path, json=body)
                 assert response.status_code < 500, (body, response.text)

@@ -98,6 +98,28 @@ def test_requests_of_others_are_shown_while_they_run(page, slow_parrot: ServerTh
     assert element(page, "idle").is_displayed()
 
 
+def test_the_acceptance_of_drafts_is_shown_as_it_moves(page, slow_parrot: ServerThread, artifact: Path):
+    """The parrot repeats its prompt, so drafts out of the prompt are accepted; the tile shows how many."""
+    wait_until(lambda: element(page, "spec-detail").text == "no drafts")
+    options = {"factory": parrot.FACTORY, "factory_args": {"step_s": 0.02}, "speculative_config": "ngram"}
+    try:
+        with ServerThread({"parrot": artifact}, **options) as drafting:
+            page.get(drafting.url)
+            wait_until(lambda: element(page, "spec-detail").text == "no drafts yet")
+            assert element(page, "spec").text == "–"
+            body = {"prompt": "one two three four five six", "max_tokens": 200, "temperature": 0}
+            with drafting.client() as client:
+                assert client.post("/v1/completions", json=body).status_code == 200
+            wait_until(lambda: "tokens a verification" in element(page, "spec-detail").text)
+            stats = drafting.stats()
+            share = stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens
+            assert share > 0.5
+            wait_until(lambda: abs(float(element(page, "spec").text.rstrip(" %")) - 100 * share) < 1)
+    finally:
+        page.get(slow_parrot.url)
+        wait_until(lambda: element(page, "status").text == "live")
+
+
 def test_escape_stops_an_answer_and_frees_its_blocks(page, slow_parrot: ServerThread):
     from selenium.webdriver.common.keys import Keys
 

@@ -23,6 +23,7 @@ from server_harness import wait_until
 from tiny_served import ROOT, executor_environment
 
 from runtime.errors import PlancastError
+from runtime.iteration_log import LogStep, read_log
 from runtime.serve_cli import register
 
 COMMAND = [sys.executable, str(ROOT / "plancast.py"), "serve"]
@@ -99,8 +100,9 @@ def test_it_serves_and_ends_well(artifact: Path):
         wait_until(server.is_gone, 5)
 
 
-def test_two_artifacts_under_names_of_their_own(artifact: Path):
-    with serving(f"one={artifact}", f"two={artifact}") as server:
+def test_two_artifacts_under_names_of_their_own(artifact: Path, tmp_path: Path):
+    log = tmp_path / "steps.jsonl"
+    with serving(f"one={artifact}", f"two={artifact}", "--iteration-log", str(log)) as server:
         names = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
         assert names == ["one", "two"]
         answers = {
@@ -111,6 +113,12 @@ def test_two_artifacts_under_names_of_their_own(artifact: Path):
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(20) == 0
         wait_until(server.is_gone, 5)
+    # An iteration log each, told apart by the artifact's folder.
+    logs = sorted(tmp_path.iterdir())
+    assert [file.name for file in logs] == ["steps-tiny-2.jsonl", "steps-tiny.jsonl"]
+    for file in logs:
+        _, steps, _ = read_log(str(file))
+        assert len([step for step in steps if isinstance(step, LogStep)]) >= 6
 
 
 def test_case_21_sigterm_drains_what_runs(artifact: Path):
@@ -190,6 +198,7 @@ REFUSED = [
     (["ARTIFACT", "--kv-cache-memory", "lots"], "lots"),
     (["ARTIFACT", "--max-context-len", "100000"], "max_context_len 100000"),
     (["ARTIFACT", "--scheduling-policy", "magic"], "magic"),
+    (["ARTIFACT", "--iteration-log", "/no/such/log"], "--iteration-log /no/such/log: there is no folder /no/such"),
     (["ARTIFACT", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
 ]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
+import socket
+import time
 
 import pytest
 from server_harness import ServerThread
+from tiny_served import write_served_artifact
 
 
 def refused(server: ServerThread, path: str, body: object, status: int = 400) -> dict:
@@ -50,8 +55,6 @@ def test_case_17_a_schema_at_the_wrong_level(server: ServerThread):
 
 def test_case_18_exactly_one_bos(tmp_path):
     """Case 18: a prompt that already holds BOS, templated or written by hand, gets no second one."""
-    from tiny_served import write_served_artifact
-
     artifact = write_served_artifact(tmp_path / "llama", "byte_fallback")
     with ServerThread({"llama": artifact}) as server, server.client() as client:
         bos = server.engine().tokenizer.bos_token_id
@@ -62,6 +65,40 @@ def test_case_18_exactly_one_bos(tmp_path):
             body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
             choice = client.post("/v1/completions", json=body).json()["choices"][0]
             assert choice["prompt_token_ids"].count(bos) == 1
+            stream = client.post("/v1/completions", json=body | {"stream": True}).text
+            first = json.loads(stream.split("\n")[0].removeprefix("data: "))
+            assert first["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
+
+
+BOS_TEMPLATES = [
+    "{{ bos_token }}{% for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}",
+    "{% for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", BOS_TEMPLATES)
+def test_case_18_a_chat_template_writes_bos_or_does_not(tmp_path, template: str):
+    """Case 18 through chats: the template alone says whether there is a BOS; the tokenizer adds none of its own."""
+    artifact = write_served_artifact(tmp_path / "llama", "byte_fallback", chat_template=template)
+    written = int("bos_token" in template)
+    messages = [{"role": "user", "content": "Paris"}]
+    chat = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    with ServerThread({"llama": artifact}) as server, server.client() as client:
+        bos = server.engine().tokenizer.bos_token_id
+        # The second time the prompt is in the prefix cache.
+        ids, again = (client.post("/v1/chat/completions", json=chat).json()["prompt_token_ids"] for _ in range(2))
+        assert ids == again
+        assert ids.count(bos) == written
+        assert ids[0] == bos or not written
+        assert client.post("/tokenize", json={"messages": messages}).json()["tokens"] == ids
+        stream = client.post("/v1/chat/completions", json=chat | {"stream": True}).text
+        first = json.loads(stream.split("\n")[0].removeprefix("data: "))
+        assert first["prompt_token_ids"] == ids
+        # The counts of the routes that do not show their ids.
+        anthropic = {"model": "llama", "messages": messages, "max_tokens": 1}
+        count = client.post("/v1/messages/count_tokens", json=anthropic).json()["input_tokens"]
+        responses = client.post("/v1/responses", json={"model": "llama", "input": messages, "max_output_tokens": 1})
+        assert count == responses.json()["usage"]["input_tokens"] == len(ids)
 
 
 def test_case_19_tokenize_without_messages(server: ServerThread):
@@ -149,8 +186,12 @@ def test_an_unknown_model_is_404_and_the_answer_names_those_that_exist(server: S
 def test_a_body_that_is_not_declared_json_is_415(server: ServerThread):
     with server.client() as client:
         response = client.post("/v1/completions", content='{"prompt": "a"}', headers={"content-type": "text/plain"})
-    assert response.status_code == 415
-    assert "application/json" in response.json()["error"]["message"]
+        assert response.status_code == 415
+        assert "application/json" in response.json()["error"]["message"]
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        packed = client.post("/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+        assert packed.status_code == 415
+        assert "gzip" in packed.json()["error"]["message"]
 
 
 def test_a_body_over_the_limit_is_413_declared_or_not(artifact):
@@ -174,8 +215,47 @@ def test_unknown_fields_are_ignored_as_vllm_ignores_them(server: ServerThread):
         assert client.post("/v1/completions", json=body).status_code == 200
 
 
-def test_embeddings_are_refused_with_the_reason(server: ServerThread):
+def test_embeddings_of_a_model_that_generates_are_refused_with_the_reason(server: ServerThread):
     for path in ("/v1/embeddings", "/pooling"):
         error = refused(server, path, {"input": "Paris", "model": "tiny"})
         assert (error["code"], error["param"]) == ("no_embedding_output", "model")
         assert refused(server, path, {"input": "Paris", "model": "other"}, 404)["code"] == "model_not_found"
+
+
+def _answer(server: ServerThread, *pieces: bytes, pause: float = 0.0) -> bytes:
+    """All that the server says to `pieces`, sent one after another, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        for piece in pieces:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(piece)
+            time.sleep(pause)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while received := connection.recv(65536):
+                answer += received
+        return answer
+
+
+def test_a_head_without_end_is_431(server: ServerThread):
+    start = b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: "
+    assert _answer(server, start, *[b"a" * 8192] * 20).startswith(b"HTTP/1.1 431")
+    many = b"GET /health HTTP/1.1\r\nhost: x\r\n", *[b"x-%d: a\r\n" % number * 500 for number in range(40)]
+    assert _answer(server, *many).startswith(b"HTTP/1.1 431")
+
+
+def test_a_head_or_a_body_that_stops_coming_is_408(artifact, monkeypatch):
+    monkeypatch.setattr("runtime.server.http.HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("runtime.server.body._PAUSE_S", 0.5)
+    with ServerThread({"tiny": artifact}) as server:
+        assert _answer(server, b"GET /health HTTP/1.1\r\n").startswith(b"HTTP/1.1 408")
+        assert _answer(server).startswith(b"HTTP/1.1 408")  # nothing at all
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n"
+        answer = _answer(server, head + b"connection: close\r\n\r\n", b'{"prompt"')
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"9 bytes received" in answer
+        # A long answer, and a connection that rests between requests, are not held up.
+        with server.client() as client:
+            body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+            for _ in range(2):
+                assert '"finish_reason":"length"' in client.post("/v1/completions", json=body).text
+                time.sleep(0.7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -74,6 +75,26 @@ def test_json_schema_streams(server: ServerThread):
 
 def test_case_20_json_schema_concurrently(server: ServerThread):
     """Case 20: many at once, streamed and not: always valid JSON."""
+    many_at_once(server)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_case_20_json_schema_concurrently_with_speculation(artifact: Path, method: str):
+    """The same with drafts, cut where the grammar forbids them: those of a draft engine are mostly right here."""
+    options: dict[str, Any] = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    if method == "draft_model":
+        options["model"] = str(artifact)
+    else:
+        options["prompt_lookup_min"] = 1
+    with ServerThread({"tiny": artifact}, speculative_config=options) as server, server.client() as client:
+        many_at_once(server)
+        metrics = client.get("/metrics").text
+        (accepted,) = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total{.*} ([0-9.e+]+)$", metrics, re.M)
+        assert float(accepted) > 0
+
+
+def many_at_once(server: ServerThread) -> None:
+    """32 requests for JSON of a schema, 16 at a time, every other one streamed."""
 
     def one(seed: int) -> str:
         if seed % 2:

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from device_model import DeviceHashModel
+from drafters import ANY_DRAFTS, HashTarget
 from tiny_model import HashModelExecutor, TinyModelExecutor
 
 from runtime.config import EngineConfig
 from runtime.engine_core import EngineCore
 from runtime.messages import EngineRequest, RequestDelta, SequenceDelta, TokenLogprobs
 from runtime.sampling_params import SamplingParams
+from runtime.speculation.draft_engine import DraftEngine
 
 
 class FakeClock:
@@ -27,13 +30,28 @@ class FakeClock:
 
 
 def make_core(
-    num_blocks: int = 100, *, model: str = "hash", block_size: int = 4, clock: Any = None, **options: Any
+    num_blocks: int = 100,
+    *,
+    model: str = "hash",
+    block_size: int = 4,
+    clock: Any = None,
+    drafter: Any = None,
+    **options: Any,
 ) -> EngineCore:
-    """A core on a tiny model ("hash" or "tiny"), with small limits unless `options` (`EngineConfig`) say otherwise."""
-    executor_class = {"hash": HashModelExecutor, "tiny": TinyModelExecutor}[model]
-    config = {"max_context_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 32} | options
+    """A core on a tiny model ("hash", "tiny", or "device": the hash model that runs beside the host), with small limits
+    unless `options` (`EngineConfig`) say otherwise.
+
+    `drafter`: a proposer whose drafts it takes at full length.
+    """
+    executor_class = {
+        "hash": HashModelExecutor, "tiny": TinyModelExecutor, "with_head": HashTarget, "device": DeviceHashModel,
+    }[model]  # fmt: skip
+    config: dict[str, Any] = {"max_context_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 32} | options
     executor = executor_class(num_blocks=num_blocks, block_size=block_size)
     extra = {} if clock is None else {"clock": clock}
+    if drafter is not None:
+        config = {"speculation": ANY_DRAFTS} | config
+        extra["draft_engine"] = drafter
     return EngineCore(executor, EngineConfig(**config), **extra)
 
 
@@ -103,6 +121,10 @@ class Driver:
             self.answers[delta.request_id].take(delta)
         self.core.check()
         poison_unowned(self.core)
+        drafter = self.core.speculator and self.core.speculator.proposers[0]
+        if isinstance(drafter, DraftEngine):
+            drafter.check()
+            poison_unowned(drafter)
 
     def run(self, max_steps: int = 3000) -> dict[str, Answer]:
         """Step until nothing is left. Fails when that takes more than `max_steps`."""
@@ -117,7 +139,7 @@ class Driver:
         return {request_id: answer.tokens.get(0, []) for request_id, answer in self.answers.items()}
 
 
-def poison_unowned(core: EngineCore) -> None:
+def poison_unowned(core: EngineCore | DraftEngine) -> None:
     """Destroy what lies in blocks that neither a sequence nor the prefix cache owns."""
     pool = core.kv.pool
     core.executor.poison(  # type: ignore[attr-defined]

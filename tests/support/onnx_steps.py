@@ -25,6 +25,8 @@ class PagedAttention(OpRun):
 
     def _run(self, *inputs: Any, kv_dtype: str = "f32", layer: int = 0, **attributes: Any) -> tuple[np.ndarray]:
         padded: list[Any] = [*inputs, *(None,) * (12 - len(inputs))]
+        for details in ("group_size", "key_scale", "value_scale"):  # of packed cells: the caches here are f32
+            attributes.pop(details, None)
         return (reference(*padded, **attributes),)
 
 
@@ -132,11 +134,22 @@ def hf_logits(model: Any, tokens: list[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
 
 
-def largest_difference(steps: ir.Model | Steps, model: Any, vocab_size: int) -> float:
-    """Largest |graph or engine - transformers| over the logits' scale: two prompts, a chunk with a decode, a decode."""
+def hf_hidden(model: Any, tokens: list[int]) -> np.ndarray:
+    """Last hidden states `[T, H]` of a base model of transformers over one whole sequence."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0].float().numpy()
+
+
+def largest_difference(steps: ir.Model | Steps, model: Any, vocab_size: int, truth: Any = hf_logits) -> float:
+    """Largest |graph or engine - transformers| over the output's scale: two prompts, a chunk with a decode, a decode.
+
+    `truth(model, tokens)` is what transformers says.
+    """
     rng = np.random.default_rng(1)
     whole = {name: rng.integers(3, vocab_size, n).tolist() for name, n in (("a", 21), ("b", 12))}
-    expected = {name: hf_logits(model, tokens) for name, tokens in whole.items()}
+    expected = {name: truth(model, tokens) for name, tokens in whole.items()}
     scale = max(float(np.abs(logits).max()) for logits in expected.values())
     run = steps if isinstance(steps, Steps) else OnnxSteps(steps)
     done = dict.fromkeys(whole, 0)

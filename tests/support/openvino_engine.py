@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
+import openvino as ov
+import pytest
 from numpy.typing import NDArray
 from tiny_artifact import tiny_manifest
 from tiny_onnx import BLOCK_SIZE, TinyOnnx
 
 from builder.backends.openvino import compile_engine, kv_layout
+from builder.passes.quantize_kv import QuantizeKV
 from builder.recipe import BackendConfig, KvConfig, Recipe, WeightsConfig
 from runtime.artifact import Artifact
 from runtime.artifact_writer import ArtifactWriter
@@ -17,18 +21,33 @@ from runtime.executor import StepBatch
 
 
 def recipe(compute: str = "f32", kv: str = "f32", weights: str = "f32", **backend) -> Recipe:
+    """`kv` as one dtype, or as `key:value`."""
+    key, _, value = kv.partition(":")
     return Recipe(
         name="tiny",
         model="tiny",
         backend=BackendConfig(compute=compute, **backend),
-        kv=KvConfig(key=kv, value=kv),
+        kv=KvConfig(key=key, value=value or key),
         weights=WeightsConfig(dtype=weights),
     )
 
 
+def skip_unless_computed(compute: str) -> None:
+    """Skip a test where the CPU does not compute in that dtype."""
+    if compute == "bf16" and "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip("this CPU does not compute in bf16")
+
+
+def lowered(tiny: TinyOnnx, recipe: Recipe) -> ir.Model:
+    """The graph of `tiny` with the recipe's KV cache on its attention nodes."""
+    model = tiny.model()
+    QuantizeKV().run(model, recipe)
+    return model
+
+
 def build_artifact(folder: Path, tiny: TinyOnnx, recipe: Recipe) -> Artifact:
     """Compile `tiny` into the artifact `folder` and open it."""
-    model = tiny.model()
+    model = lowered(tiny, recipe)
     with ArtifactWriter(folder) as writer:
         info = compile_engine(model, recipe, writer.path)
         writer.commit(tiny_manifest(backend=info, kv=kv_layout(model, recipe)))

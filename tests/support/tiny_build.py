@@ -52,6 +52,22 @@ def plancast_home(folder: Path) -> Iterator[Path]:
             os.environ["PLANCAST_HOME"] = before
 
 
+def tiny_head(model: Path, folder: Path) -> Path:
+    """A head for the model in `model` as it is before any training, written into `folder`."""
+    import msgspec
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from builder.drafts.head import make_head
+    from builder.drafts.head_file import HeadFacts, save_head
+
+    target_ids = list(range(0, 512, 2)) + list(range(1, 512, 4))
+    head = make_head(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), sorted(target_ids))
+    facts = HeadFacts(target="tiny", shape=msgspec.structs.asdict(head.config), target_ids=sorted(target_ids))
+    save_head(head, facts, folder, "A head.\n")
+    return folder
+
+
 @functools.cache
 def tiny_workshop() -> Path:
     """A folder with `model` (the tiny Llama), `home` (PLANCAST_HOME) and `artifact` (built); gone when Python ends."""

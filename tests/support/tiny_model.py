@@ -129,10 +129,24 @@ class TinyModelExecutor:
             normed = _rms_norm(x)
             gate = _rows_times(normed, weights["gate"])
             x = x + _rows_times(gate / (1 + np.exp(-gate)) * _rows_times(normed, weights["up"]), weights["down"])
-        logits = _rows_times(_rms_norm(x[batch.logits_rows]), self.head)
-        if np.isnan(logits).any():
+        output = self.output_of(_rms_norm(x[batch.logits_rows]))
+        if np.isnan(output).any():
             raise AssertionError("NaN logits: a cell was read that its sequence never wrote")
-        return logits
+        return output
+
+    def output_of(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """From the last hidden states [R, H] to what a step returns."""
+        return _rows_times(hidden, self.head)
+
+    def read_alone(self, tokens: list[int]) -> NDArray[np.float32]:
+        """What a step returns [T, V] for every token of a text that is read alone and at once. Overwrites the cache."""
+        size, length = self.kv_layout.block_size, len(tokens)
+        table = np.arange(-(-length // size), dtype=np.int32)
+        batch = StepBatch(
+            np.array(tokens), np.arange(length), np.array([0], np.int32), np.array([0, length], np.int32), table,
+            np.array([0, len(table)], np.int32), length, np.arange(length),
+        )  # fmt: skip
+        return np.array(self.run(batch))
 
     def read_block(self, block_id: int) -> bytes:
         return b"".join(cache[block_id].tobytes() for pair in self.caches for cache in pair)
@@ -150,6 +164,13 @@ class TinyModelExecutor:
 
     def close(self) -> None:
         self.caches = []
+
+
+class TinyEmbedder(TinyModelExecutor):
+    """The random transformer without its head: a step returns the last hidden states f32 [R, H]."""
+
+    def output_of(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        return hidden
 
 
 class HashModelExecutor:
@@ -189,8 +210,7 @@ class HashModelExecutor:
             self.cells[table[positions // block_size], 0, positions % block_size] = batch.token_ids[rows]
             self.cells[table[positions // block_size], 1, positions % block_size] = positions
         wanted = set(batch.logits_rows.tolist())
-        logits = np.zeros((len(wanted), self.vocab_size), np.float32)
-        row = 0
+        histories: list[NDArray[np.int64]] = []
         for b, past in enumerate(batch.past_lens.tolist()):
             start, end = int(batch.query_starts[b]), int(batch.query_starts[b + 1])
             table = batch.block_ids[batch.block_starts[b] : batch.block_starts[b + 1]]
@@ -199,8 +219,14 @@ class HashModelExecutor:
                 raise AssertionError(f"sequence {b} read a block that is not its own: positions {stored[1].tolist()}")
             for t in range(start, end):
                 if t in wanted:
-                    logits[row] = self.logits_after(stored[0, : past + t - start + 1])
-                    row += 1
+                    histories.append(stored[0, : past + t - start + 1])
+        return self.output_of(batch, histories)
+
+    def output_of(self, batch: StepBatch, histories: list[NDArray[np.int64]]) -> NDArray[np.float32]:
+        """What a step returns for the rows with these histories."""
+        logits = np.zeros((len(histories), self.vocab_size), np.float32)
+        for row, history in enumerate(histories):
+            logits[row] = self.logits_after(history)
         return logits
 
     def logits_after(self, history: NDArray[np.int64] | list[int]) -> NDArray[np.float32]:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tiny_artifact import tiny_manifest
-from tiny_model import HashModelExecutor, TinyModelExecutor
+from tiny_model import HashModelExecutor, TinyEmbedder, TinyModelExecutor
 from tiny_tokenizer import tiny_backend, write_tiny_tokenizer
 
 from runtime.artifact_writer import ArtifactWriter
 from runtime.executor import StepBatch
-from runtime.manifest import BackendInfo, Limits, ModelInfo, RuntimeDefaults
+from runtime.manifest import BackendInfo, EmbeddingInfo, Limits, ModelInfo, Pooling, RuntimeDefaults
 
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
@@ -37,10 +37,18 @@ def write_served_artifact(
     max_num_seqs: int = 32,
     max_num_batched_tokens: int = 256,
     num_kv_bytes: int | None = None,
+    pooling: Pooling | None = None,
+    chat_template: str | None = None,
 ) -> Path:
-    """Write an artifact with a tiny tokenizer of `kind`, whose engine file is empty. Returns its folder."""
+    """Write an artifact with a tiny tokenizer of `kind`, whose engine file is empty. Returns its folder.
+
+    With `pooling` it embeds (for `open_embedder`).
+    """
+    embedding = None if pooling is None else EmbeddingInfo(size=32, pooling=pooling, normalize=True)
     with ArtifactWriter(folder) as writer:
         write_tiny_tokenizer(writer.path, kind)
+        if chat_template is not None:
+            (writer.path / "chat_template.jinja").write_text(chat_template)
         (writer.path / "engine.xml").write_bytes(b"<net/>")
         generation = json.loads((writer.path / "generation_config.json").read_text())
         vocab_size = tiny_backend(kind).get_vocab_size()
@@ -69,6 +77,7 @@ def write_served_artifact(
                     max_num_batched_tokens=max_num_batched_tokens,
                 ),
                 defaults=RuntimeDefaults(kv_cache_memory=num_kv_bytes),
+                embedding=embedding,
             )
         )
     return folder
@@ -83,6 +92,11 @@ def executor_environment(factory: str = "open_hash") -> dict[str, str]:
 def open_tiny(artifact: Any = None, *, num_threads: int | None = None, vocab_size: int = 512, **options: Any):
     """The random transformer, with the artifact's vocabulary."""
     return TinyModelExecutor(vocab_size=_vocab_size(artifact, vocab_size), **options)
+
+
+def open_embedder(artifact: Any = None, *, num_threads: int | None = None, vocab_size: int = 512, **options: Any):
+    """The random transformer without its head."""
+    return TinyEmbedder(vocab_size=_vocab_size(artifact, vocab_size), **options)
 
 
 def open_hash(
@@ -112,6 +126,14 @@ def open_poisoned(
 def open_failing(artifact: Any = None, *, num_threads: int | None = None, fail_token: int, vocab_size: int = 512):
     """The hash model, which raises when it reads `fail_token`."""
     return FailingModel(_vocab_size(artifact, vocab_size), fail_token=fail_token)
+
+
+def open_hanging(
+    artifact: Any = None, *, num_threads: int | None = None, marker: str, hang_token: int = -1, vocab_size: int = 512
+):
+    """The hash model, whose process hangs in its fifth step, once (`marker` is a file), and whenever it reads
+    `hang_token`."""
+    return HangingModel(_vocab_size(artifact, vocab_size), marker=Path(marker), hang_token=hang_token)
 
 
 def open_broken(artifact: Any = None, *, num_threads: int | None = None, error: str, plain: bool = False):
@@ -150,6 +172,18 @@ class PoisonedModel(SlowHashModel):
     def run(self, batch: StepBatch) -> NDArray[np.float32]:
         if np.isin(batch.token_ids, self.deadly_tokens).any():
             os._exit(DEADLY_EXIT_CODE)
+        return super().run(batch)
+
+
+class HangingModel(HashModelExecutor):
+    def __init__(self, vocab_size: int, *, marker: Path, hang_token: int):
+        super().__init__(vocab_size)
+        self.marker, self.hang_token = marker, hang_token
+
+    def run(self, batch: StepBatch) -> NDArray[np.float32]:
+        if (batch.token_ids == self.hang_token).any() or (self.steps == 5 and not self.marker.exists()):
+            self.marker.touch()
+            time.sleep(3600)
         return super().run(batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -341,6 +342,22 @@ class Terminal:
             self.seen += os.read(self.fd, 65536).decode(errors="replace")
         self.seen = self.seen.partition(text)[2]
 
+    def expect_an_answer(self, timeout: float = 30.0) -> None:
+        """Wait for the first text after the echoed line: only then is there an answer that could be stopped."""
+        deadline = time.monotonic() + timeout
+        while not re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.seen).strip():
+            ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, "no answer begins"
+            self.seen += os.read(self.fd, 65536).decode(errors="replace")
+
+    def interrupt_prompt(self, text: str) -> None:
+        """Ctrl-C at the prompt until `text` shows: Python's readline sees a signal only once it waits for a key."""
+        for _ in range(10):
+            self.type("\x03")
+            with contextlib.suppress(AssertionError):
+                return self.expect(text, timeout=3)
+        raise AssertionError(f"no {text!r} in {self.seen!r}")
+
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
@@ -368,16 +385,15 @@ def test_ctrl_c_at_the_terminal_stops_an_answer_only(artifact: Path) -> None:
     terminal.expect("> ")
     terminal.type("go on for ever\r")
     terminal.expect("go on for ever")
-    time.sleep(0.5)
+    terminal.expect_an_answer()
     terminal.type("\x03")
     terminal.expect("(stopped)")
     terminal.expect("> ")
-    terminal.type("\x03")
-    terminal.expect("(Ctrl-D or /quit leaves)")
+    terminal.interrupt_prompt("(Ctrl-D or /quit leaves)")
     terminal.expect("> ")
     terminal.type("again\r")
     terminal.expect("again")
-    time.sleep(0.3)
+    terminal.expect_an_answer()
     terminal.type("\x03")
     terminal.expect("(stopped)")
     terminal.expect("> ")

@@ -21,7 +21,8 @@ ALLOWED = {
 # What serving must not need, and what the bookkeeping must not know.
 FORBIDDEN_IN_RUNTIME = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"}
 TENSOR_LIBRARIES = {"numpy", "torch", "openvino"}
-PURE = ("block_pool.py", "prefix_cache.py", "sequence.py", "scheduler.py")
+PURE = ("block_pool.py", "prefix_cache.py", "sequence.py", "scheduler.py", "swap.py")
+PURE += ("scheduling/kv_manager.py", "scheduling/spill.py", "scheduling/waiting_queue.py")
 
 
 def imports(path: Path) -> set[str]:

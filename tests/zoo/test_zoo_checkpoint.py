@@ -223,8 +223,8 @@ def test_several_safetensors_without_an_index(folder: Path) -> None:
         ("config.json", "{}", "names no model_type"),
         (
             "config.json",
-            '{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}',
-            r"quantized \(gptq\)",
+            '{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}',
+            r"quantized \(hqq\)",
         ),
         ("tokenizer.json", None, "has no tokenizer.json"),
         ("tokenizer.json", '{"model": ', "tokenizer.json is corrupt"),

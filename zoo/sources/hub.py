@@ -26,7 +26,7 @@ from zoo.checkpoint import (
     read_json,
 )
 from zoo.hashing import sha256_file
-from zoo.progress import Progress, forwarding_tqdm
+from zoo.progress import Progress, Silent, forwarding_tqdm
 from zoo.sources.offline import offline_variable
 from zoo.store import require_disk
 
@@ -54,6 +54,20 @@ def pull_hub(source: HubSource, *, trust_remote_code: bool, progress: Progress) 
     if variable := offline_variable():
         return _cached(source, variable)
     return _Pull(source, progress).run(trust_remote_code)
+
+
+def fetch_config(source: HubSource) -> Path:
+    """config.json of `source` alone, fetched into the hub's cache (or found there when offline).
+
+    Raises `ZooError` where the hub cannot be reached, refuses, or the repository has none.
+    """
+    if variable := offline_variable():
+        return _cached(source, variable).folder / "config.json"
+    pull = _Pull(source, Silent())
+    try:
+        return pull.fetch("config.json", source.revision)
+    except Exception as error:
+        raise pull.explain(error) from None
 
 
 def hub_cache() -> Path:

@@ -190,3 +190,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in each choice's first chunk, with `return_token_ids`

@@ -57,6 +57,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     return_token_ids: bool | None = None
+    speculation: bool | None = None  # ours: false drafts no tokens for this request
     structured_outputs: StructuredOutputs | None = None
     # vLLM's older names for structured_outputs.
     guided_json: dict[str, Any] | str | None = None
@@ -114,6 +115,13 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    """Drafted tokens (speculation) that the model accepted, and that it refused."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens of a request. `cached_tokens` were found in the prefix cache."""
 
@@ -121,6 +129,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET  # where tokens were drafted
 
 
 # One position of `prompt_logprobs`: token id -> its entry (null for the first token, which has no history).

@@ -48,7 +48,7 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
-    """How likely is each `text_2` after `text_1`?"""
+    """How likely is each `text_2` after `text_1`? Or, of a model that embeds: how near are the two?"""
 
     text_1: Annotated[str, msgspec.Meta(min_length=1)]
     text_2: str | list[str]
@@ -57,14 +57,17 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
 
 
 class ScoreData(msgspec.Struct, kw_only=True):
-    """`score`: the summed log probability (natural) of the continuation's tokens; `mean`: a token's."""
+    """`score`: the summed log probability (natural) of the continuation's tokens; `mean`: a token's.
+
+    Of a model that embeds: the cosine of the two texts' vectors, and nothing more.
+    """
 
     index: int
     object: Literal["score"] = "score"
     score: float
-    mean: float
-    tokens: int
-    is_greedy: bool  # each token was the likeliest
+    mean: float | UnsetType = UNSET
+    tokens: int | UnsetType = UNSET
+    is_greedy: bool | UnsetType = UNSET  # each token was the likeliest
 
 
 class ScoreResponse(msgspec.Struct, kw_only=True):

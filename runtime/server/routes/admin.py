@@ -10,7 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.errors import EngineDeadError, PlancastError
 from runtime.server.docs import describe
+from runtime.server.errors import ApiError, Kind
 from runtime.server.protocol.completions import ModelCard
 from runtime.server.routes.common import accept, json_response
 from runtime.server.routes.ops import model_card
@@ -37,6 +39,35 @@ async def load_model(request: Request) -> Response:
     """Open an artifact and serve it."""
     state, body = await accept(request, LoadRequest, places=0)
     return json_response(model_card(await state.registry.load(Path(body.path), body.name)))
+
+
+class SpeculationSwitch(msgspec.Struct, kw_only=True):
+    """`model`: which; may be left out where there is one."""
+
+    enabled: bool
+    model: str | None = None
+
+
+class SpeculationState(msgspec.Struct, kw_only=True):
+    """`was`: before the call."""
+
+    model: str
+    enabled: bool
+    was: bool
+
+
+@router.post("/speculation", **describe(body=SpeculationSwitch, returns=SpeculationState, statuses=(403, 404)))
+async def switch_speculation(request: Request) -> Response:
+    """Turn drafting on or off, for the requests that run too. No text changes by it."""
+    state, body = await accept(request, SpeculationSwitch, places=0)
+    model = state.registry.get(body.model)
+    try:
+        was = await model.engine.set_speculation(body.enabled)
+    except EngineDeadError:
+        raise
+    except PlancastError as error:
+        raise ApiError(Kind.INVALID, str(error), param="enabled", code="speculation_unavailable") from None
+    return json_response(SpeculationState(model=model.name, enabled=body.enabled, was=was))
 
 
 @router.delete("/models/{model_name:path}", **describe(returns=Unloaded, statuses=(401, 403, 404)))

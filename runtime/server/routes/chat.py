@@ -152,13 +152,14 @@ async def events(request: Request, chat: Chat) -> AsyncGenerator[bytes, None]:
     """The streamed answer: the role, a chunk a delta, the usage, `[DONE]`."""
     options = chat.body.stream_options
     every = bool(options and options.continuous_usage_stats)
-    completion_tokens = cached = 0
+    completion_tokens = cached = drafted = accepted = 0
     prompt_tokens = len(chat.talk.prompt_ids)
     choices: dict[int, ChoiceStream] = {}
     with chat.talk.state.admission.admit(chat.talk.params.num_sequences):
         async with aclosing(chat.talk.stream()) as deltas:
             async for output in deltas:
                 cached = output.num_cached_tokens
+                drafted, accepted = output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens
                 completion_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
                 counted = usage(prompt_tokens, completion_tokens, cached) if every else None
                 chunks = []
@@ -169,7 +170,7 @@ async def events(request: Request, chat: Chat) -> AsyncGenerator[bytes, None]:
                     chunks.append(choice.chunk(sequence, counted))
                 if any(chunks):
                     yield b"".join(chunks)
-    counted = usage(prompt_tokens, completion_tokens, cached)
+    counted = usage(prompt_tokens, completion_tokens, cached, drafted, accepted)
     log_usage(request, counted)
     if options and options.include_usage:
         last = chat.chunk([])
@@ -194,9 +195,8 @@ class ChoiceStream:
 
     def opening(self, counted: Usage | None) -> bytes:
         """The first chunk: the role, and what the answer continues."""
-        return self._event(
-            ChunkChoice(index=self.index, delta=Delta(role="assistant", content=self.chat.echo)), counted
-        )
+        choice = ChunkChoice(index=self.index, delta=Delta(role="assistant", content=self.chat.echo))
+        return self._event(choice, counted, self.chat.talk.prompt_ids if self.chat.body.return_token_ids else None)
 
     def chunk(self, sequence: CompletionOutput, counted: Usage | None) -> bytes:
         """The delta as one or more events; empty where there is nothing to tell yet."""
@@ -243,8 +243,10 @@ class ChoiceStream:
                 more = FunctionDelta(arguments=text)
                 return Delta(tool_calls=[ToolCallDelta(index=self.calls - 1, function=more)])
 
-    def _event(self, choice: ChunkChoice, counted: Usage | None) -> bytes:
+    def _event(self, choice: ChunkChoice, counted: Usage | None, prompt_ids: list[int] | None = None) -> bytes:
         chunk = self.chat.chunk([choice])
+        if prompt_ids is not None:
+            chunk.prompt_token_ids = prompt_ids
         if counted is not None:
             chunk.usage = counted
         return sse.data(chunk)

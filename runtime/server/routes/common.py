@@ -12,7 +12,7 @@ from starlette.responses import Response
 from runtime.outputs import RequestOutput
 from runtime.server.body import decode, read_body
 from runtime.server.errors import ApiError, Dialect
-from runtime.server.protocol.sampling import PromptTokensDetails, Usage
+from runtime.server.protocol.sampling import CompletionTokensDetails, PromptTokensDetails, Usage
 from runtime.server.sse import DONE, SseResponse, data
 from runtime.server.state import ServerState, log_extras, state_of
 
@@ -48,15 +48,23 @@ def usage_of(results: Sequence[RequestOutput]) -> Usage:
     """Tokens of all prompts and of all their sequences."""
     prompt = sum(len(result.prompt_token_ids) for result in results)
     output = sum(len(sequence.token_ids) for result in results for sequence in result.outputs)
-    return usage(prompt, output, sum(result.num_cached_tokens for result in results))
+    drafted = sum(result.metrics.num_draft_tokens for result in results)
+    accepted = sum(result.metrics.num_accepted_tokens for result in results)
+    return usage(prompt, output, sum(result.num_cached_tokens for result in results), drafted, accepted)
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, drafted: int = 0, accepted: int = 0
+) -> Usage:
+    details = CompletionTokensDetails(
+        accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
+    )
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        completion_tokens_details=details if drafted else msgspec.UNSET,
     )
 
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.outputs import CompletionOutput, RequestOutput
+from runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from runtime.sampling_params import SamplingParams
 from runtime.server import generation, logprobs, prompts, sampling, sse
 from runtime.server.docs import describe
@@ -204,15 +204,22 @@ class Counts:
         self.silent = completion.silent
         self.prompt_tokens = sum(len(prompt.ids) for prompt in completion.prompts)
         self.completion_tokens = 0
-        self.cached: dict[int, int] = {}
+        self.metrics: dict[int, RequestMetrics] = {}  # of each prompt
 
     def add(self, number: int, output: RequestOutput) -> None:
-        self.cached[number] = output.num_cached_tokens
+        self.metrics[number] = output.metrics
         if not self.silent:
             self.completion_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
 
     def usage(self) -> Usage:
-        return usage(self.prompt_tokens, self.completion_tokens, sum(self.cached.values()))
+        each = self.metrics.values()
+        return usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            sum(metrics.num_cached_tokens for metrics in each),
+            sum(metrics.num_draft_tokens for metrics in each),
+            sum(metrics.num_accepted_tokens for metrics in each),
+        )
 
 
 class ChoiceStream:
@@ -224,6 +231,7 @@ class ChoiceStream:
         self.prompt = prompt
         self.echo = prompt.echo
         self.offset = 0
+        self.told_prompt = False  # with `return_token_ids` its ids come in the first chunk
         self.template = sse.TextTemplate(
             completion.response([CompletionChoice(index=index, text=sse.TextTemplate.slot)])
         )
@@ -249,6 +257,8 @@ class ChoiceStream:
             self.offset += len(text)
         if body.return_token_ids:
             choice.token_ids = token_ids
+            if not self.told_prompt:
+                choice.prompt_token_ids, self.told_prompt = self.prompt.ids, True
         chunk = self.completion.response([choice])
         if counts is not None:
             chunk.usage = counts.usage()

@@ -68,8 +68,13 @@ async def ready(request: Request) -> Response:
 
 async def _probe(model: ServedModel) -> None:
     token = model.engine.tokenizer.eos_token_id or 0
-    params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    async for _ in model.engine.generate({"prompt_token_ids": [token]}, params, request_id=new_id("probe-")):
+    prompt, request_id = {"prompt_token_ids": [token]}, new_id("probe-")
+    if model.engine.manifest.embedding is not None:
+        outputs = model.engine.embed(prompt, request_id=request_id)
+    else:
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        outputs = model.engine.generate(prompt, params, request_id=request_id)
+    async for _ in outputs:
         pass
 
 

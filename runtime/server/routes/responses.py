@@ -56,8 +56,8 @@ async def create_response(request: Request) -> Response:
         return stream_response(request, _run_and_follow(request, stored, run))
     await unless_disconnected(request, run.run())
     _log(request, stored.response)
-    if stored.response.status == "failed" and stored.response.error is not None:
-        raise ApiError(Kind.GENERATION, stored.response.error.message, code=stored.response.error.code)
+    if stored.failure is not None:
+        raise stored.failure
     return json_response(stored.response)
 
 

@@ -9,9 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.outputs import RequestOutput
+from runtime.pooling import embedding_of
 from runtime.sampling_params import SamplingParams
 from runtime.server import generation, prompts, sampling
 from runtime.server.docs import describe
+from runtime.server.embedding import embed_all, embedding_info, embedding_work
 from runtime.server.errors import ApiError, Kind
 from runtime.server.generation import Work
 from runtime.server.logprobs import finite
@@ -29,6 +31,7 @@ from runtime.server.protocol.tokenize import (
 from runtime.server.registry import ServedModel
 from runtime.server.routes.common import accept, json_response, log_usage, usage_of
 from runtime.server.sse import unless_disconnected
+from runtime.server.state import ServerState
 
 router = APIRouter(tags=["Tokens"])
 
@@ -83,13 +86,15 @@ async def detokenize(request: Request) -> Response:
 @router.post("/score", **describe(body=ScoreRequest, returns=ScoreResponse))
 @router.post("/v1/score", **describe(body=ScoreRequest, returns=ScoreResponse))
 async def score(request: Request) -> Response:
-    """How likely the model finds each continuation of a text."""
+    """How likely the model finds each continuation of a text; of a model that embeds: how near each text is."""
     state, body = await accept(request, ScoreRequest)
     model = state.registry.get(body.model)
     continuations = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if not continuations or len(continuations) > state.config.limits.max_prompts:
         limit = state.config.limits.max_prompts
         raise sampling.invalid("text_2", f"{len(continuations)} continuations; give 1 to {limit}")
+    if model.engine.manifest.embedding is not None:
+        return await _similarities(request, state, model, body.text_1, continuations)
     context = await prompts.encode_text(model, body.text_1, param="text_1")
     streams, starts = [], []
     for number, text in enumerate(continuations):
@@ -114,6 +119,31 @@ async def score(request: Request) -> Response:
     ]
     return json_response(
         ScoreResponse(id=generation.new_id("score-"), created=int(time()), model=model.name, data=scored, usage=counted)
+    )
+
+
+async def _similarities(
+    request: Request, state: ServerState, model: ServedModel, text: str, others: list[str]
+) -> Response:
+    """The cosine of `text`'s vector with that of each of the others, as vLLM scores with embeddings."""
+    params = [("text_1", text), *((f"text_2[{number}]", other) for number, other in enumerate(others))]
+    works = [
+        embedding_work(model, await prompts.encode_text(model, each, param=param), "score", param)
+        for param, each in params
+    ]
+    results = await unless_disconnected(request, embed_all(state, model, works))
+    counted = usage_of(results)
+    log_usage(request, counted)
+    info = embedding_info(model)
+    first, *rest = [embedding_of(result, info, normalize=True) for result in results]
+    return json_response(
+        ScoreResponse(
+            id=generation.new_id("score-"),
+            created=int(time()),
+            model=model.name,
+            data=[ScoreData(index=number, score=float(first @ other)) for number, other in enumerate(rest)],
+            usage=counted,
+        )
     )
 
 

@@ -70,11 +70,17 @@ function show() {
   $("prefix").textContent = percent(current.prefix_hits, current.prefix_queries);
   $("prefix-detail").textContent = current.prefix_queries ? `${current.prefix_hits.toLocaleString()} tokens` : "no lookup yet";
   $("spec").textContent = percent(current.accepted_tokens, current.draft_tokens);
-  $("spec-detail").textContent = current.draft_tokens ? `${current.accepted_tokens.toLocaleString()} tokens` : "no drafts";
+  $("spec-detail").textContent = drafts(current);
   blocks.update(current.map, current.block_size);
   showRequests(snapshot.requests.filter((request) => request.model === current.name));
   histogram($("ttft"), $("ttft-p"), snapshot.ttft);
   histogram($("tpot"), $("tpot-p"), snapshot.tpot);
+}
+
+function drafts(current) {
+  if (!current.drafts) return current.speculation ? "no drafts yet" : "no drafts";
+  const mean = 1 + current.accepted_tokens / current.drafts;
+  return `${mean.toFixed(2)} tokens a verification · ${percent(current.draft_share, 1)} of the time`;
 }
 
 // Rows are kept by id, so that a bar glides instead of being made anew.

@@ -1,0 +1,1 @@
+"""`plancast quality`: how good an engine is, as numbers: perplexity, divergence from a reference, small tasks."""

@@ -1,0 +1,1 @@
+"""`plancast bench serve | throughput | latency`: vLLM's workloads and metrics, against any OpenAI-compatible server."""

@@ -1,0 +1,54 @@
+"""What a draft is trained with."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from runtime.errors import PlancastError
+
+
+class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """Raises `PlancastError` on a value that cannot be."""
+
+    seed: int = 0
+    kind: Literal["head", "model"] = "model"
+    # The corpus: tokens of prompts and answers that the target writes, one in so many sequences held out.
+    corpus_tokens: int = 200_000
+    max_question: int = 64  # tokens
+    max_answer: int = 192
+    batch_requests: int = 32  # side by side
+    held_out_every: int = 15  # odd: every other dialogue is greedy
+    top: int = 8  # of the target's probabilities at each position are learnt
+    # The draft: the target's first layers, but for the last, which stays the last; and its most frequent tokens.
+    num_layers: int = 2
+    vocab_size: int = 8192
+    # Training.
+    steps: int = 600
+    batch_tokens: int = 2048
+    learning_rate: float = 6e-4
+    warmup: int = 30
+    evaluate_every: int = 50
+    draft_length: int = 5  # positions that acceptance is measured at
+    # A head: positions of a draft that are trained on, and what its features' loss weighs beside its reading's.
+    passes: int = 1
+    feature_weight: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name not in ("seed", "kind", "warmup", "feature_weight") and not value > 0:
+                raise PlancastError(f"draft training: {name} is {value}: give a number above 0")
+        if self.vocab_size < 64:
+            raise PlancastError(f"draft training: vocab_size is {self.vocab_size}: give 64 or more")
+
+    def key(self, names: tuple[str, ...]) -> str:
+        """Tells whether what was made with other values may be gone on with."""
+        chosen = {name: getattr(self, name) for name in names}
+        return hashlib.sha256(msgspec.json.encode(chosen)).hexdigest()[:16]
+
+
+CORPUS_FIELDS = ("seed", "kind", "batch_requests", "max_question", "max_answer", "top")
+TRAINING_FIELDS = tuple(name for name in DraftTraining.__struct_fields__ if name not in ("steps", "batch_requests"))

@@ -1,0 +1,168 @@
+"""A trained head on disk: int8 weights, its shape, its tokens and its card; without what it reads of its target.
+
+The weights are rounded as a build rounds int8 weights (a symmetric scale a channel), so nothing is lost twice.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from runtime.errors import PlancastError
+
+if TYPE_CHECKING:
+    from builder.drafts.head import EagleHead
+    from zoo.checkpoint import Checkpoint
+
+HEADS = Path(__file__).resolve().parents[2] / "zoo" / "heads"  # those that ship
+WEIGHTS, FACTS, CARD = "head.safetensors", "head.json", "README.md"
+_SCALE = ".scale"
+
+
+class HeadFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """head.json. `shape`: the fields of `HeadConfig`; `target_ids`: the target's id of each of the head's tokens."""
+
+    target: str  # the model that it was trained for
+    shape: dict[str, Any]
+    target_ids: Annotated[list[int], Meta(min_length=1)]
+    accepted_by_position: list[float] = []  # of greedy drafts on held-out text
+    training: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFolder:
+    """A folder that `save_head` wrote."""
+
+    path: Path
+    facts: HeadFacts
+
+
+def save_head(head: EagleHead, facts: HeadFacts, folder: Path, card: str) -> None:
+    """Write a head into `folder`, in place of what is there."""
+    from safetensors.numpy import save_file
+
+    tensors: dict[str, np.ndarray] = {}
+    for name, value in head.own_weights().items():
+        array = value.detach().float().numpy()
+        if array.ndim < 2:
+            tensors[name] = array
+            continue
+        scale = np.maximum(np.abs(array).max(axis=1, keepdims=True), 1e-12) / 127.0
+        tensors[name] = np.clip(np.rint(array / scale), -127, 127).astype(np.int8)
+        tensors[name + _SCALE] = scale[:, 0].astype(np.float32)
+    beside = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    save_file(tensors, beside / WEIGHTS)
+    (beside / FACTS).write_bytes(msgspec.json.encode(facts) + b"\n")
+    (beside / CARD).write_text(card, encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
+
+
+def find_head(name: str) -> HeadFolder:
+    """The head in the folder `name`, or the shipped one of that name.
+
+    Raises `PlancastError`: there is none, or what is there is none.
+    """
+    places = [Path(name).expanduser(), HEADS / name]
+    folder = next((place for place in places if (place / FACTS).is_file()), None)
+    if folder is None:
+        shipped = ", ".join(sorted(path.parent.name for path in HEADS.glob(f"*/{FACTS}"))) or "none"
+        looked = " and ".join(str(place / FACTS) for place in places)
+        raise PlancastError(
+            f"draft_head: no head {name!r}: looked for {looked}. Shipped: {shipped}. Train one: plancast draft train "
+            "--kind head"
+        )
+    try:
+        return HeadFolder(folder, msgspec.json.decode((folder / FACTS).read_bytes(), type=HeadFacts))
+    except (msgspec.DecodeError, OSError) as error:
+        raise PlancastError(f"{folder / FACTS}: no description of a head ({error})") from None
+
+
+def head_hashes(name: str) -> dict[str, str]:
+    """SHA-256 by name of the files that a build reads of the head `name`."""
+    from runtime.artifact import sha256_of
+
+    folder = find_head(name).path
+    return {file: sha256_of(folder / file) for file in (WEIGHTS, FACTS)}
+
+
+def load_head(folder: HeadFolder, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> EagleHead:
+    """The head, with embedding and reading rows of the target in `checkpoint`.
+
+    Raises `PlancastError`: damaged, or made for a model of other sizes.
+    """
+    from builder.drafts.head import FROZEN, EagleHead, HeadConfig
+
+    facts = folder.facts
+    try:
+        config = msgspec.convert(facts.shape, HeadConfig)
+        head = EagleHead(config)
+        missing = head.load_state_dict(_read_weights(folder.path / WEIGHTS), strict=False).missing_keys
+    except (msgspec.ValidationError, RuntimeError, ValueError, OSError) as error:
+        raise PlancastError(f"{folder.path}: a damaged head ({error})") from None
+    if absent := sorted(set(missing) - set(FROZEN)):
+        raise PlancastError(f"{folder.path}: a damaged head: {WEIGHTS} lacks {', '.join(absent)}")
+    embeddings, reading = _target_tables(checkpoint, trust_remote_code=trust_remote_code)
+    wanted = (config.target_vocab_size, config.hidden_size)
+    if embeddings.shape != wanted or reading.shape != wanted:
+        raise PlancastError(
+            f"draft_head: {folder.path.name} was made for {facts.target}, of {wanted[0]} tokens and hidden size "
+            f"{wanted[1]}; {checkpoint.name} has {embeddings.shape[0]} and {embeddings.shape[1]}: "
+            "train a head for it (plancast draft train --kind head), or do without: --set draft_head=null"
+        )
+    ids = facts.target_ids
+    if len(ids) != config.vocab_size or not 0 <= min(ids) <= max(ids) < wanted[0]:
+        raise PlancastError(
+            f"{folder.path}: a damaged head: its target_ids are not {config.vocab_size} ids below {wanted[0]}"
+        )
+    import torch
+
+    rows = np.ascontiguousarray(reading[facts.target_ids])
+    head.adopt(torch.from_numpy(embeddings), torch.from_numpy(rows))
+    return head.eval()
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    weights: dict[str, Any] = {}
+    for name, array in stored.items():
+        if not name.endswith(_SCALE):
+            scale = stored.get(name + _SCALE)
+            dense = array if scale is None else array.astype(np.float32) * scale[:, None]
+            weights[name] = torch.from_numpy(np.ascontiguousarray(dense))
+    return weights
+
+
+def _target_tables(checkpoint: Checkpoint, *, trust_remote_code: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The target's embedding and the weight of its head, f32 [V, H]."""
+    from builder.tracing.capture import instantiate
+    from builder.tracing.config import load_config
+    from builder.tracing.weights import find_aliases, find_sources
+
+    config = load_config(checkpoint, trust_remote_code=trust_remote_code)
+    model: Any = instantiate(config, trust_remote_code=trust_remote_code)
+    sources, aliases = find_sources(model, checkpoint), find_aliases(model)
+    by_identity = {id(weight): name for name, weight in model.named_parameters()}
+    tables = []
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        name = by_identity.get(id(getattr(module, "weight", None)))
+        found = next((sources[alias] for alias in aliases.get(name or "", []) if alias in sources), None)
+        if found is None:
+            raise PlancastError(f"draft_head: {checkpoint.name} has no plain embedding and head: it cannot take a head")
+        tables.append(np.ascontiguousarray(found.numpy().astype(np.float32)))
+    return tables[0], tables[1]

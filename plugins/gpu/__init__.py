@@ -1,0 +1,1 @@
+"""What the Triton kernels of all operators share: ahead-of-time compilation, and the list of what is compiled."""

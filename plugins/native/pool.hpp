@@ -1,0 +1,35 @@
+// The one pool of threads that every kernel of ours shares. Free of OpenVINO.
+#pragma once
+
+#include <cstddef>
+
+namespace plancast {
+
+// Threads that this process may use: the CPUs that it is bound to.
+size_t usable_cpus();
+
+namespace pool {
+using Task = void (*)(const void* context, size_t index);
+void run(size_t tasks, size_t threads, Task task, const void* context);
+}  // namespace pool
+
+// body(index) for each index in [0, tasks), on at most `threads` threads, the caller among them; returns when all are
+// done. Tasks are taken in order, one at a time, by whoever is free: a thread that the system holds back holds nobody
+// up, and the caller can do them all. What a task computes must not depend on who runs it, which also makes results the
+// same for any number of threads. A call from inside a task, or while another thread's call runs, does its tasks alone.
+// Tasks must not throw, nor wait for one another.
+//
+// Who waits, for a call or for its last tasks, spins for 0.05 ms and then sleeps; nobody yields.
+template <typename Body>
+void parallel(size_t tasks, size_t threads, const Body& body) {
+    pool::run(
+        tasks, threads, [](const void* context, size_t index) { (*static_cast<const Body*>(context))(index); }, &body);
+}
+
+// The range [first, last) of part `index` when `count` items are cut into `parts` even parts.
+struct Part {
+    size_t first, last;
+    Part(size_t count, size_t index, size_t parts) : first(count * index / parts), last(count * (index + 1) / parts) {}
+};
+
+}  // namespace plancast

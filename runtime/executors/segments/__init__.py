@@ -1,0 +1,11 @@
+"""Segment, kernel, segment: engines between attention nodes and Triton kernels on one stream, without torch.
+
+plan.py      what the artifact says: segments, values between them, kernels, attention layers
+memory.py    where each value lies, and whether it fits
+step.py      a batch as one block of bytes to upload, padded to a bucket
+calls.py     which kernels a layer launches, with which grid and arguments
+sampling.py  the kernels that sample, and what comes back of them
+device.py    what is asked of a GPU
+cuda.py      the GPU: the driver, and TensorRT-RTX's engines
+executor.py  puts them together
+"""

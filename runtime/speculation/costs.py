@@ -1,0 +1,85 @@
+"""What a step costs by the number of its tokens, learnt from the steps that run."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+# A new measurement's weight; the outliers of a busy machine are cut to so many times the mean first.
+_WEIGHT = 0.12
+_OUTLIER = 1.6
+# The first measurements of a size also pay for what is done once (pages, caches, a graph for a new shape): until there
+# are so many, the least of them counts, and only then is a larger size held to be slower than hoped.
+_TRIES = 4
+# What a token more is taken to cost where no larger step was measured yet, as a share of a step of one: hopeful, so
+# that larger steps are tried and measured.
+_HOPE = 0.04
+# Sizes that were not seen for so many steps are forgotten, and so tried again.
+_STALE = 4000
+_ANCHORS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
+
+
+class StepCosts:
+    """Mean seconds of a step at some sizes (tokens), joined by lines; never less for a larger step."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._curve: list[tuple[int, float]] = []  # sizes ascending, seconds not descending
+        self._seen_at: dict[int, int] = {}
+        self._tries: dict[int, int] = {}
+        self.steps = 0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of `num_tokens` tokens took `seconds`."""
+        self.steps += 1
+        size = _ANCHORS[min(bisect_left(_ANCHORS, num_tokens), len(_ANCHORS) - 1)]
+        seconds *= size / num_tokens if num_tokens > size else 1.0
+        mean = self._seconds.get(size)
+        tries = self._tries[size] = self._tries.get(size, 0) + 1
+        if mean is None or tries < _TRIES:
+            self._seconds[size] = min(seconds, mean or seconds)
+        else:
+            weight = _WEIGHT if self.steps - self._seen_at[size] < 500 else 0.5  # what was long ago counts less
+            self._seconds[size] = mean + weight * (min(seconds, _OUTLIER * mean) - mean)
+        self._seen_at[size] = self.steps
+        if self.steps % _STALE == 0:
+            for old in [other for other, seen in self._seen_at.items() if self.steps - seen > _STALE]:
+                del self._seconds[old], self._seen_at[old], self._tries[old]
+        self._curve = []
+
+    def predict(self, num_tokens: int) -> float | None:
+        """Seconds of a step of so many tokens; None before the first measurement."""
+        if not self._curve:
+            self._join()
+        curve = self._curve
+        if not curve:
+            return None
+        at = bisect_left(curve, (num_tokens, 0.0))
+        if at == len(curve):
+            size, seconds = curve[-1]
+            return seconds + _HOPE * curve[0][1] * (num_tokens - size)
+        size, seconds = curve[at]
+        if at == 0:
+            return seconds
+        before, less = curve[at - 1]
+        return less + (seconds - less) * (num_tokens - before) / (size - before)
+
+    def since_seen(self, num_tokens: int) -> int:
+        """Steps since one of about this size was measured."""
+        size = _ANCHORS[min(bisect_left(_ANCHORS, num_tokens), len(_ANCHORS) - 1)]
+        return self.steps - self._seen_at.get(size, -(10**9))
+
+    def _join(self) -> None:
+        """Pool neighbours that contradict the order (isotonic regression, pool adjacent violators)."""
+        pools: list[list[float]] = []  # mean, weight
+        members: list[list[int]] = []
+        known = [size for size in self._seconds if self._tries[size] >= _TRIES]
+        for size in sorted(known or self._seconds):
+            pools.append([self._seconds[size], 1.0])
+            members.append([size])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                mean, weight = pools.pop()
+                above = pools[-1]
+                above[0] = (above[0] * above[1] + mean * weight) / (above[1] + weight)
+                above[1] += weight
+                members[-2].extend(members.pop())
+        self._curve = [(size, pool[0]) for pool, sizes in zip(pools, members, strict=True) for size in sizes]

@@ -1,0 +1,204 @@
+"""How many tokens to draft: what acceptance was measured to be, against what the larger step was measured to cost.
+
+The goal is the most tokens a second over the whole batch. A drafted token i places ahead counts with probability
+a^i, where `a` is the chance that one is accepted; a draft is taken as far as the expected tokens over the predicted
+seconds still rise. So drafts shorten, and stop, as the batch fills and steps are no longer bound by memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
+
+from runtime.speculation.confidence import Calibration
+from runtime.speculation.costs import StepCosts
+
+# What is taken for granted before anything was measured, and how many tokens' worth it is.
+_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0
+# How many tokens' worth the measure of all requests is to a new one.
+_SHARED_WEIGHT = 8.0
+_FORGET_ALL, _FORGET_ONE = 0.998, 0.95
+# A gain smaller than this is not worth the risk of a wrong estimate.
+_MARGIN = 1.03
+# Who drafts nothing tries a single token so often (steps); and where all draft all the time, none does.
+_PROBE_EVERY = 64
+# A proposer that is not free tries so many times more seldom: with many requests, some of them would at every step.
+_PAID_PROBES = 4
+# A token that is as unlikely as this to count is left out.
+_NEGLIGIBLE = 0.02
+# What a round of a draft engine is taken to cost before one was measured, as a share of a step.
+_HOPED_ROUND = 0.1
+_TRIES = 4  # rounds before that
+
+
+@dataclass(slots=True)
+class Share:
+    """Of the drafted tokens that were decided on, how many were accepted."""
+
+    accepted: float = 0.0
+    decided: float = 0.0
+
+    def add(self, accepted: int, drafted: int, forget: float) -> None:
+        # The tokens behind the first refusal were not decided on.
+        self.accepted = self.accepted * forget + accepted
+        self.decided = self.decided * forget + min(accepted + 1, drafted)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Seconds of one round of a proposer. The first ones also pay for what is done once, so that the least of them
+    counts."""
+
+    seconds: float = 0.0
+    tries: int = 0
+
+    def observe(self, seconds: float) -> None:
+        self.tries += 1
+        if self.tries <= _TRIES:
+            self.seconds = seconds if self.tries == 1 else min(self.seconds, seconds)
+        else:
+            self.seconds += 0.1 * (min(seconds, 2 * self.seconds) - self.seconds)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Of one sequence, by proposer."""
+
+    shares: dict[str, Share] = field(default_factory=dict)
+
+
+class DraftLengths:
+    """Chooses lengths for one engine. `max_length`: of a draft, in tokens."""
+
+    def __init__(self, max_length: int, *, adaptive: bool = True):
+        self.max_length = max_length
+        self.adaptive = adaptive
+        self.costs = StepCosts()
+        self._all: dict[tuple[str, int], Share] = {}
+        self._rounds: dict[str, Rounds] = {}  # of the proposers that are not free
+        self._calibrations: dict[str, Calibration] = {}
+        self._steps = 0
+
+    # --- measurements ------------------------------------------------------------------------------------------
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """A step without prefill, drafting left out."""
+        self.costs.observe(num_tokens, seconds)
+
+    def observe_drafting(self, source: str, rounds: int, seconds: float) -> None:
+        if rounds > 0:
+            self._rounds.setdefault(source, Rounds()).observe(seconds / rounds)
+
+    def observe_draft(self, own: Acceptance, source: str, level: int, accepted: int, drafted: int) -> None:
+        """A draft was verified."""
+        own.shares.setdefault(source, Share()).add(accepted, drafted, _FORGET_ONE)
+        self._all.setdefault((source, level), Share()).add(accepted, drafted, _FORGET_ALL)
+
+    def observe_confidences(self, source: str, confidences: Listed[float], accepted: int) -> None:
+        """A draft whose tokens its proposer had these confidences in was verified."""
+        self._calibrations.setdefault(source, Calibration()).observe(confidences, accepted)
+
+    def chance(self, own: Acceptance, source: str, level: int) -> float:
+        """That a drafted token is accepted once those before it were: the sequence's own measure, held against that
+        of all sequences at the same level."""
+        shared = self._all.get((source, level), Share())
+        common = (shared.accepted + _PRIOR * _PRIOR_WEIGHT) / (shared.decided + _PRIOR_WEIGHT)
+        mine = own.shares.get(source, Share())
+        return min(0.99, (mine.accepted + common * _SHARED_WEIGHT) / (mine.decided + _SHARED_WEIGHT))
+
+    # --- choices -----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._steps += 1
+
+    def pays(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether drafts could pay at all beside `num_tokens` tokens, were they sure to be accepted."""
+        if not self.adaptive:
+            return True
+        base, more = self.costs.predict(num_tokens), self.costs.predict(num_tokens + num_sequences)
+        if base is None or more is None:
+            return False
+        return (num_tokens + num_sequences) / more > _MARGIN * num_tokens / base
+
+    def rests(self, num_tokens: int) -> bool:
+        """Whether to draft nothing for once, so that a plain step is measured again."""
+        due = self._steps % _PROBE_EVERY == _PROBE_EVERY // 2
+        return self.adaptive and due and self.costs.since_seen(num_tokens) > _PROBE_EVERY
+
+    def choose(self, chances: Listed[float], most: Listed[int], num_tokens: int, source: str = "") -> list[int]:
+        """Lengths for drafts with these chances and lengths at most, beside `num_tokens` tokens that are computed
+        anyway. `source`: a proposer that is not free and has yet to draft, whose rounds count."""
+        if not self.adaptive:
+            return list(most)
+        base = self.costs.predict(num_tokens)
+        if base is None:  # nothing is known yet: measure a plain step
+            return [0] * len(most)
+        gains = sorted(
+            (
+                (chance**depth, -depth, index)
+                for index, (chance, limit) in enumerate(zip(chances, most, strict=True))
+                for depth in range(1, limit + 1)
+                if chance**depth > _NEGLIGIBLE
+            ),
+            reverse=True,
+        )
+        round_seconds = self._round_seconds(source, base) if source else 0.0
+        best, best_rate = 0, _MARGIN * num_tokens / base
+        expected, rounds = float(num_tokens), 0
+        for taken, (gain, negative, _) in enumerate(gains, 1):
+            expected += gain
+            rounds = max(rounds, -negative)
+            rate = expected / ((self.costs.predict(num_tokens + taken) or base) + round_seconds * rounds)
+            if rate > best_rate:
+                best, best_rate = taken, rate
+        lengths = [0] * len(most)
+        for _, _, index in gains[:best]:
+            lengths[index] += 1
+        # Those who draft nothing try a token now and then: what was measured once need not hold for ever.
+        every = _PROBE_EVERY * (_PAID_PROBES if source else 1)
+        for index, limit in enumerate(most):
+            if not lengths[index] and limit and (self._steps + index) % every == 0:
+                lengths[index] = 1
+        return lengths
+
+    def _round_seconds(self, source: str, base: float) -> float:
+        """Of one round of a proposer, where a plain step takes `base`."""
+        known = self._rounds.get(source)
+        hoped = _HOPED_ROUND * base
+        return hoped if known is None else known.seconds if known.tries >= _TRIES else min(hoped, known.seconds)
+
+    def goes_on(self, confidences: Listed[float], most: int, num_tokens: int, num_sequences: int, source: str) -> bool:
+        """Whether a draft with these confidences should go on: whether it would pay to, were the tokens that follow as
+        sure as its last one. Beside `num_tokens` that are computed anyway; `num_sequences` draft as this one does."""
+        if len(confidences) >= most:
+            return False
+        chances = self._calibrations.setdefault(source, Calibration()).chances(confidences)
+        drafted = len(chances)
+        now = max(self._rates(chances, drafted, num_tokens, num_sequences, source))
+        last = chances[-1] / (chances[-2] if drafted > 1 else 1.0)
+        longer = [*chances]
+        while len(longer) < most:
+            longer.append(longer[-1] * last)
+            if self._rates(longer, len(longer), num_tokens, num_sequences, source)[-1] > now:
+                return True
+        return False
+
+    def worth(self, confidences: Listed[float], num_tokens: int, num_sequences: int, source: str) -> int:
+        """How many tokens of a draft that was made are worth verifying; arguments as of `goes_on`."""
+        if self._steps % _PROBE_EVERY == 0:  # what is never verified is never known to be better than it seems
+            return len(confidences)
+        chances = self._calibrations.setdefault(source, Calibration()).chances(confidences)
+        rates = self._rates(chances, len(chances), num_tokens, num_sequences, source)
+        return rates.index(max(rates))
+
+    def _rates(
+        self, chances: Listed[float], rounds: int, num_tokens: int, num_sequences: int, source: str
+    ) -> list[float]:
+        """Expected tokens a second where the first 0, 1, ... tokens of a draft of `rounds` are verified."""
+        base = self.costs.predict(num_tokens) or 1.0
+        drafting = rounds * self._round_seconds(source, base)
+        rates, expected = [], float(num_tokens)
+        for length in range(len(chances) + 1):
+            expected += num_sequences * chances[length - 1] if length else 0.0
+            rates.append(expected / ((self.costs.predict(num_tokens + num_sequences * length) or base) + drafting))
+        return rates

@@ -1,0 +1,227 @@
+// The kernels under the sanitizers, apart from OpenVINO: every format, shapes with odd tails, unaligned exact-sized
+// buffers, rows that are not finite. Every instruction set must agree with the portable one, to the bit for integers.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "block/program.hpp"
+#include "linear/kernel.hpp"
+#include "native/pool.hpp"
+
+using namespace plancast;
+using namespace plancast::linear;
+
+namespace {
+
+std::mt19937 generator(1);
+int failures = 0;
+
+// Exactly `bytes` bytes, one past an aligned address: the sanitizer sees any access beyond.
+class Buffer {
+public:
+    explicit Buffer(size_t bytes, size_t shift = 1) : memory_(new uint8_t[bytes + shift]), shift_(shift) {}
+    uint8_t* data() { return memory_.get() + shift_; }
+
+private:
+    std::unique_ptr<uint8_t[]> memory_;
+    size_t shift_;
+};
+
+struct Form {
+    const char *kind, *activations, *low;
+    size_t group;
+    bool f16;
+};
+
+constexpr Form kForms[] = {
+    {"int8", "int16", "none", 0, false},  {"int8", "int16", "none", 32, true},   {"int8", "int8", "none", 0, true},
+    {"int8", "int8", "none", 64, false},  {"int8", "int8", "minimum", 32, true}, {"int8", "int8", "zero", 0, false},
+    {"int4", "int8", "none", 32, true},   {"int4", "int8", "none", 128, false},  {"int4", "int8", "minimum", 32, true},
+    {"int4", "int8", "zero", 64, false},  {"int4", "int8", "zero", 0, true},     {"bf16", "bf16", "none", 0, false},
+    {"bf16", "bf16x2", "none", 0, false},
+};
+constexpr size_t kShapes[][2] = {{64, 64}, {33, 7}, {1, 1}, {31, 34}, {70, 161}, {32, 300}};
+constexpr size_t kRows[] = {0, 1, 2, 6, 13};
+constexpr Isa kIsas[] = {Isa::avx2, Isa::avx_vnni, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
+
+void fill(const Weight& w, uint8_t* at) {
+    for (size_t i = 0; i < w.strips() * w.strip_bytes(); ++i)
+        at[i] = static_cast<uint8_t>(generator());
+    std::uniform_real_distribution<float> small(0.001f, 0.01f);
+    for (size_t strip = 0; strip < w.strips() && w.kind != Kind::bf16; ++strip)
+        for (size_t group = 0, block = 0; group < w.groups(); ++group) {
+            uint8_t* header = at + strip * w.strip_bytes() + group * w.header_bytes() + block * w.block_bytes();
+            block += w.group_blocks();
+            const size_t numbers = kStrip * (w.low == Low::minimum ? 2 : 1);
+            for (size_t n = 0; n < numbers; ++n) {
+                const float scale = small(generator);
+                const auto half = static_cast<uint16_t>(0x1000 + generator() % 0x0800);  // 2^-11 .. 2^-9
+                std::memcpy(header + n * (w.f16_scale ? 2 : 4), w.f16_scale ? static_cast<const void*>(&half) : &scale,
+                            w.f16_scale ? 2 : 4);
+            }
+        }
+    if (w.kind == Kind::bf16)
+        for (size_t i = 1; i < w.strips() * w.strip_bytes(); i += 2)
+            at[i] = static_cast<uint8_t>(0x3c + generator() % 3) | (generator() & 0x80);  // no huge values
+}
+
+std::vector<float> activations(size_t rows, size_t columns) {
+    std::normal_distribution<float> normal;
+    std::vector<float> x(rows * columns);
+    for (float& value : x)
+        value = normal(generator);
+    for (size_t row = 0; row < rows; ++row)
+        for (size_t k = 0; k < columns; ++k) {
+            float& value = x[row * columns + k];
+            if (row == 3)
+                value = 0;
+            else if (row == 4)
+                value *= 1e-39f;
+            else if (row == 5)
+                value *= 3e30f;
+        }
+    if (rows > 8) {
+        x[6 * columns] = std::numeric_limits<float>::quiet_NaN();
+        x[7 * columns + columns / 2] = std::numeric_limits<float>::infinity();
+        x[8 * columns + columns - 1] = -std::numeric_limits<float>::max();
+    }
+    return x;
+}
+
+bool same(float a, float b, bool exact) {
+    if (std::isnan(a) || std::isnan(b))
+        return std::isnan(a) == std::isnan(b) || !exact;
+    return exact ? a == b : std::fabs(a - b) <= 1e-3f * (1 + std::fabs(a));
+}
+
+void check(const Form& form, size_t channels, size_t columns, size_t rows) {
+    Weight w{};
+    w.channels = channels;
+    w.columns = columns;
+    w.group = form.group;
+    w.f16_scale = form.f16;
+    if (!read_format(form.kind, form.activations, form.low, w))
+        throw std::runtime_error("a format is not known");
+    Buffer packed(w.strips() * w.strip_bytes());
+    fill(w, packed.data());
+    w.data = packed.data();
+    const std::vector<float> x = activations(rows, columns);
+    const std::vector<float> bias = activations(1, channels), residual = activations(rows, channels);
+    const auto run = [&](Isa isa, size_t threads) {
+        std::vector<float> y(rows * channels);
+        RowsBuffer buffer;
+        Source source;
+        source.x = x.data();
+        source.stride = columns;
+        multiply(w, source, rows, Target{y.data(), channels, bias.data(), residual.data(), channels}, buffer, threads,
+                 isa);
+        return y;
+    };
+    const std::vector<float> expected = run(Isa::portable, 1);
+    for (const Isa isa : kIsas) {
+        if (!has_isa(isa))
+            continue;
+        const std::vector<float> y = run(isa, 2);
+        for (size_t i = 0; i < y.size(); ++i) {
+            const bool exact = w.kind != Kind::bf16;
+            const size_t row = i / channels;
+            if ((!exact && row > 4) || same(expected[i], y[i], exact))
+                continue;
+            std::printf("%s %s %s group %zu, %zu x %zu, %zu rows, %s: y[%zu] is %g, not %g\n", form.kind,
+                        form.activations, form.low, form.group, channels, columns, rows, isa_name(isa), i, y[i],
+                        expected[i]);
+            ++failures;
+            break;
+        }
+        // A row with NaN or infinity is NaN all along, and no other row is.
+        for (size_t i = 0; w.kind != Kind::bf16 && rows > 8 && i < y.size(); ++i) {
+            const size_t row = i / channels;
+            if (std::isnan(y[i]) != (row == 6 || row == 7)) {
+                std::printf("%s, row %zu: y is %g\n", isa_name(isa), row, y[i]);
+                ++failures;
+                break;
+            }
+        }
+    }
+}
+
+void check_rows(size_t columns) {
+    const std::vector<float> x = activations(12, columns), gain = activations(1, columns);
+    for (size_t row = 0; row < 12; ++row) {
+        std::vector<float> expected(columns), y(columns), expected_gate(columns), gate(columns);
+        const float* at = x.data() + row * columns;
+        kernels(Isa::portable).rms_norm(at, gain.data(), 1e-5f, columns, expected.data());
+        kernels(Isa::portable).silu_mul(at, gain.data(), columns, expected_gate.data());
+        for (const Isa isa : kIsas) {
+            if (!has_isa(isa))
+                continue;
+            kernels(isa).rms_norm(at, gain.data(), 1e-5f, columns, y.data());
+            kernels(isa).silu_mul(at, gain.data(), columns, gate.data());
+            for (size_t k = 0; k < columns; ++k)
+                if (!same(expected[k], y[k], true) || !same(expected_gate[k], gate[k], true)) {
+                    std::printf("rows of %zu, row %zu, %s: %g %g, not %g %g\n", columns, row, isa_name(isa), y[k],
+                                gate[k], expected[k], expected_gate[k]);
+                    ++failures;
+                    break;
+                }
+        }
+        for (size_t k = 0; k < columns; ++k) {
+            const double exact = at[k] / (1 + std::exp(-static_cast<double>(at[k]))) * gain[k];
+            if (std::isfinite(exact) && std::fabs(expected_gate[k] - exact) > 3e-6 * std::fabs(exact) + 1e-30) {
+                std::printf("silu(%g) * %g is %g, not %g\n", at[k], gain[k], expected_gate[k], exact);
+                ++failures;
+                break;
+            }
+            if (std::isnan(at[k]) && !std::isnan(expected_gate[k]))
+                ++failures;
+        }
+    }
+}
+
+void check_program() {
+    const char* text =
+        "input 8;input 4;input 4;value 8 -1;step";
+    try {
+        block::Program::parse(text);
+        ++failures;
+    } catch (const std::runtime_error&) {
+    }
+    const auto program = block::Program::parse(
+        "input 8;input 4;input 4;value 8 -1;value 8 -1;value 8 0;value 4 1;norm 3 0 0 8 3 1e-05;"
+        "rope 4 3 0 8 1 0 4 2 0 4;add 5 4 0 8 0 0 8;gate 6 5 0 4 5 4 4");
+    for (const size_t rows : {size_t{0}, size_t{1}, size_t{9}, size_t{300}}) {
+        const std::vector<float> x = activations(rows, 8), cos = activations(rows, 4), gain = activations(1, 8);
+        std::vector<float> one(rows * 8), two(rows * 4);
+        program.run({x.data(), cos.data(), cos.data(), gain.data()}, {one.data(), two.data()}, rows, 2);
+    }
+    const char* wrong[] = {"input 8;value 8 0;add 1 0 0 9 0 0 8", "input 8;value 8 0;add 0 0 0 8 0 0 8",
+                           "input 8;value 8 0;dance 1 0 0 8", "input 8;value 8 0;add 1 0 0", "input 8;value 8 0;add 5 0 0 8 0 0 8"};
+    for (const char* one : wrong) {
+        try {
+            block::Program::parse(one);
+            std::printf("taken: %s\n", one);
+            ++failures;
+        } catch (const std::runtime_error&) {
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (const Form& form : kForms)
+        for (const auto& shape : kShapes)
+            for (const size_t rows : kRows)
+                check(form, shape[0], shape[1], rows);
+    for (const size_t columns : {1, 7, 16, 33, 576})
+        check_rows(columns);
+    check_program();
+    std::printf("%d failures\n", failures);
+    return failures != 0;
+}

@@ -1,0 +1,273 @@
+"""Draft lengths and what they are chosen by: measured step times, measured acceptance, the room in a step."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from core_driver import Driver, make_core, make_request
+from drafters import ANY_DRAFTS, PartlyRight
+from tiny_model import HashModelExecutor
+
+from bench.fake_executor import SimulatedClock
+from runtime.config import EngineConfig
+from runtime.engine_core import EngineCore
+from runtime.errors import PlancastError
+from runtime.executor import StepBatch
+from runtime.speculation.confidence import Calibration
+from runtime.speculation.config import SpeculationConfig, parse_speculation
+from runtime.speculation.costs import StepCosts
+from runtime.speculation.length import Acceptance, DraftLengths
+
+
+def lengths_for(cost: dict[int, float], chance: float, sequences: int, most: int = 8) -> list[int]:
+    lengths = DraftLengths(most)
+    for size, seconds in cost.items():
+        for _ in range(20):
+            lengths.observe_step(size, seconds)
+    lengths.begin_step()
+    return lengths.choose([chance] * sequences, [most] * sequences, sequences)
+
+
+MEMORY_BOUND = {1: 1.0, 2: 1.0, 4: 1.01, 8: 1.02, 16: 1.05}
+COMPUTE_BOUND = {16: 16.0, 32: 32.0, 64: 64.0, 128: 128.0}
+
+
+def test_free_rows_are_all_taken() -> None:
+    assert lengths_for(MEMORY_BOUND, 0.9, 1) == [8]
+
+
+def test_nothing_is_drafted_where_each_row_costs_its_share() -> None:
+    assert lengths_for(COMPUTE_BOUND, 0.9, 16) == [0] * 16
+
+
+def test_unlikely_drafts_are_shorter() -> None:
+    steep = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4, 6: 1.5, 7: 1.6, 8: 1.7, 10: 1.9}
+    (sure,), (unsure,) = lengths_for(steep, 0.95, 1), lengths_for(steep, 0.4, 1)
+    assert sure > unsure
+    assert lengths_for(steep, 0.05, 1) == [0]
+
+
+def drafting_lengths() -> DraftLengths:
+    """A row more costs a tenth of a step and a round of drafting a twentieth."""
+    lengths = DraftLengths(8)
+    for size in range(1, 9):
+        for _ in range(20):
+            lengths.observe_step(size, 0.9 + 0.1 * size)
+    for _ in range(4):
+        lengths.observe_drafting("eagle", 2, 0.1)
+    lengths.begin_step()
+    return lengths
+
+
+def test_a_draft_goes_on_as_long_as_it_is_sure() -> None:
+    lengths = drafting_lengths()
+    assert lengths.goes_on([0.95], 8, 1, 1, "eagle")
+    assert lengths.goes_on([0.95] * 4, 8, 1, 1, "eagle")
+    assert not lengths.goes_on([0.1], 8, 1, 1, "eagle")
+    assert not lengths.goes_on([0.95, 0.95, 0.05], 8, 1, 1, "eagle")
+    assert not lengths.goes_on([0.95, 0.95], 2, 1, 1, "eagle"), "no longer than it may be"
+
+
+def test_what_is_unlikely_is_not_verified() -> None:
+    lengths = drafting_lengths()
+    assert lengths.worth([0.9, 0.9, 0.02], 1, 1, "eagle") == 2
+    assert lengths.worth([0.02, 0.9, 0.9], 1, 1, "eagle") == 0
+    full = DraftLengths(8)
+    for size, seconds in COMPUTE_BOUND.items():
+        for _ in range(20):
+            full.observe_step(size, seconds)
+    full.begin_step()
+    assert full.worth([0.5, 0.5], 16, 16, "eagle") == 0, "each row costs its share, and half of them count"
+
+
+def test_confidence_is_held_against_what_was_accepted() -> None:
+    calibration = Calibration()
+    assert calibration.chance(0.3) == pytest.approx(0.3)
+    for _ in range(50):
+        calibration.observe([0.3, 0.9], 1)
+    assert calibration.chance(0.3) > 0.85
+    assert calibration.chance(0.9) < 0.2
+    first, both = calibration.chances([0.3, 0.9])
+    assert both == pytest.approx(first * calibration.chance(0.9))
+
+
+def test_a_slow_first_time_is_not_believed() -> None:
+    """The first pass of an engine, and the first step of a size, also read pages and make graphs."""
+    lengths = DraftLengths(8)
+    for _ in range(20):
+        lengths.observe_step(1, 1.0)
+    lengths.observe_drafting("eagle", 1, 3.0)
+    lengths.observe_step(2, 2.5)
+    lengths.begin_step()
+    assert lengths.choose([0.6], [8], 1, "eagle") != [0]
+    for _ in range(6):
+        lengths.observe_drafting("eagle", 1, 3.0)
+        lengths.begin_step()
+    assert lengths.choose([0.6], [8], 1, "eagle") == [0], "but the fourth time is"
+
+
+def test_acceptance_of_one_sequence_and_of_all() -> None:
+    lengths = DraftLengths(8)
+    good, bad = Acceptance(), Acceptance()
+    for _ in range(30):
+        lengths.observe_draft(good, "ngram", 3, 8, 8)
+        lengths.observe_draft(bad, "ngram", 3, 0, 8)
+    assert lengths.chance(good, "ngram", 3) > 0.85
+    assert lengths.chance(bad, "ngram", 3) < 0.4
+    assert lengths.chance(bad, "ngram", 3) < lengths.chance(Acceptance(), "ngram", 3) < lengths.chance(good, "ngram", 3)
+
+
+def test_costs_are_joined_and_rise() -> None:
+    costs = StepCosts()
+    assert costs.predict(3) is None
+    for size, seconds in ((1, 1.0), (4, 2.0), (8, 1.8), (16, 4.0)):
+        costs.observe(size, seconds)
+    predicted = [costs.predict(size) for size in range(1, 40)]
+    assert all(a is not None and b is not None and a <= b for a, b in itertools.pairwise(predicted))
+    assert costs.predict(4) == costs.predict(8) == pytest.approx(1.9)
+    assert costs.predict(12) == pytest.approx((1.9 + 4.0) / 2)
+
+
+def test_one_slow_step_changes_little() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(4, 1.0)
+    costs.observe(4, 100.0)
+    assert costs.predict(4) == pytest.approx(1.0, rel=0.1)
+
+
+class TimedExecutor(HashModelExecutor):
+    """Says the next number each time. A step takes simulated time: bound by memory up to 8 tokens, then not."""
+
+    def __init__(self, clock: SimulatedClock):
+        super().__init__(5, num_blocks=2000, block_size=16)
+        self._clock = clock
+
+    def run(self, batch: StepBatch) -> np.ndarray:
+        self._clock.wait(0.006 + 0.00044 * max(0, len(batch.token_ids) - 8))
+        logits = np.zeros((len(batch.logits_rows), 5), np.float32)
+        logits[np.arange(len(logits)), (batch.token_ids[batch.logits_rows] + 1) % 5] = 9.0
+        return logits
+
+
+def simulated_seconds(requests: int, right: float | None) -> float:
+    """Of so many requests; `right`: the share of drafted tokens that is right, None: no drafts."""
+    clock = SimulatedClock()
+    config = EngineConfig(max_context_len=512, max_num_seqs=64, max_num_batched_tokens=512)
+    drafter = None
+    if right is not None:
+        speculation = msgspec.structs.replace(ANY_DRAFTS, adaptive=True, num_speculative_tokens=8)
+        config = msgspec.structs.replace(config, speculation=speculation)
+        drafter = PartlyRight(
+            lambda s: [(s.request.message.prompt_token_ids[-1] + 1 + i) % 5 for i in range(300)], 5, right=right, seed=1
+        )
+    core = EngineCore(TimedExecutor(clock), config, draft_engine=drafter, clock=clock)
+    for i in range(requests):
+        core.add_request(make_request(f"r{i}", [i % 5], max_tokens=200))
+    while core.has_work():
+        core.step()
+    return clock()
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("requests", [1, 4, 16, 64])
+def test_speculation_pays_or_switches_itself_off(requests: int, right: float) -> None:
+    """Never more than 3 % slower than plain decoding, at any load and acceptance; far faster where it can be."""
+    speedup = simulated_seconds(requests, None) / simulated_seconds(requests, right)
+    assert speedup > 0.97
+    if requests == 1 and right == 0.9:
+        assert speedup > 3
+
+
+def test_drafts_take_no_room_from_a_prompt() -> None:
+    """A request that waits for its turn is read as soon as without drafts."""
+    drafter = PartlyRight(lambda sequence: [0] * 200, 50, right=0.0)
+    driver = Driver(make_core(drafter=drafter, max_num_batched_tokens=8, max_num_seqs=8))
+    for i in range(4):
+        driver.add(make_request(f"busy{i}", [1, 2], max_tokens=40))
+    for _ in range(8):
+        driver.step()
+    driver.add(make_request("late", [3, 4, 5, 6], max_tokens=4))
+    driver.step()
+    assert driver.answers["late"].tokens[0]
+    driver.run()
+
+
+def test_drafts_preempt_nobody() -> None:
+    """Where blocks are short the drafts go, not a request."""
+    counts = []
+    for drafter in (None, PartlyRight(lambda sequence: [0] * 200, 50, right=0.0)):
+        driver = Driver(make_core(num_blocks=10, drafter=drafter, max_num_batched_tokens=64))
+        for i in range(3):
+            driver.add(make_request(f"r{i}", [i + 1] * 4, max_tokens=8))
+        driver.run()
+        counts.append(driver.core.stats().preemptions)
+    assert counts == [0, 0]
+
+
+def test_a_request_may_do_without() -> None:
+    drafter = PartlyRight(lambda sequence: [0] * 200, 50)
+    driver = Driver(make_core(drafter=drafter))
+    driver.add(make_request("r", [1, 2, 3], max_tokens=20, speculation=False))
+    driver.run()
+    assert driver.core.stats().spec_decode_num_drafts == 0
+
+
+def test_switched_while_it_runs() -> None:
+    drafter = PartlyRight(lambda sequence: [0] * 200, 50)
+    core = make_core(drafter=drafter, speculation=ANY_DRAFTS)
+    driver = Driver(core)
+    assert core.set_speculation(False) is True
+    driver.add(make_request("r", [1, 2, 3], max_tokens=20))
+    for _ in range(5):
+        driver.step()
+    assert core.stats().spec_decode_num_drafts == 0
+    assert core.set_speculation(True) is False
+    driver.run()
+    assert core.stats().spec_decode_num_drafts > 0
+    with pytest.raises(PlancastError, match="speculative-config"):
+        make_core().set_speculation(True)
+
+
+@pytest.mark.parametrize(
+    ("value", "method"),
+    [
+        ("ngram", ("ngram",)),
+        ("off", ()),
+        (False, ()),
+        ("ngram+suffix", ("ngram", "suffix")),
+        ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}', ("ngram",)),
+        ({"model": "artifacts/draft", "num_speculative_tokens": 4}, ("draft_model",)),
+        ({"method": ["suffix", "draft_model"], "model": "d"}, ("suffix", "draft_model")),
+    ],
+)
+def test_configs_as_callers_write_them(value: object, method: tuple[str, ...]) -> None:
+    assert parse_speculation(value).method == method
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("eagle9", "eagle9.*ngram"),
+        ("{", "no valid JSON"),
+        ({"num_speculative_tokens": 3}, "give a method"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": 3}, "prompt_lookup_min 9"),
+        ({"method": "draft_model"}, "needs `model`"),
+        ({"method": "ngram", "model": "x"}, "does not name draft_model"),
+        ({"method": "ngram", "lookahead": 3}, "unknown key 'lookahead'"),
+        ({"method": ["ngram", "ngram"]}, "twice"),
+        (3, "neither"),
+    ],
+)
+def test_bad_configs_are_refused(value: object, words: str) -> None:
+    with pytest.raises(PlancastError, match=words):
+        parse_speculation(value)
+
+
+def test_adaptive_config_is_the_default() -> None:
+    assert SpeculationConfig().adaptive
+    assert not SpeculationConfig().is_on

@@ -1,0 +1,1 @@
+"""Formats in which checkpoints hold weights that are quantized already, each read exactly into `QuantizedWeight`."""
