@@ -125,14 +125,20 @@ def test_engines_stand_still_while_another_is_measured(tmp_path):
     config = {"first": 1, "each": 1, "answer": [1], "short": 0}
     with Worker("spinning", Path(sys.executable), script, config, tmp_path / "log") as worker:
         process = Path(f"/proc/{worker.pid}/stat")
+
+        def state_and_ticks() -> tuple[str, list[str]]:
+            fields = process.read_text().rsplit(") ", 1)[-1].split()
+            return fields[0], fields[11:13]  # user and system time (proc(5), fields 14 and 15)
+
         assert worker.run([[7]], 2)[1] == [[1, 1]]
         end = time.monotonic() + 10
-        while process.read_text().rsplit(") ", 1)[-1][0] != "T" and time.monotonic() < end:
+        while state_and_ticks()[0] != "T" and time.monotonic() < end:
             time.sleep(0.01)
-        before = process.read_text()  # state and processor time are in it
+        time.sleep(0.1)  # the first thread's state may show before the others stand
+        before = state_and_ticks()
         time.sleep(0.2)
-        assert ") T " in before
-        assert process.read_text() == before
+        assert before[0] == "T"
+        assert state_and_ticks() == before
     assert not process.exists()
 
 
