@@ -16,6 +16,13 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(
         help="Measure: scheduler, sampler, batching, streams, peers side by side.", no_args_is_help=True
     )
+
+    @bench.callback()
+    def front_door(context: typer.Context) -> None:
+        from bench.signals import unwinding_on_signals
+
+        context.with_resource(unwinding_on_signals())
+
     for command in (
         serve,
         throughput,

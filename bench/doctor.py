@@ -177,7 +177,7 @@ def _missing(report: dict[str, Any]) -> list[dict[str, str]]:
         missing.append(
             {
                 "what": "VNNI in this processor",
-                "cost": f"products run on {native['isa']}: right to the bit, at a third of the arithmetic speed",
+                "cost": f"products run on {native['isa']}: right to the bit, at about half of the arithmetic speed",
                 "mend": "a processor with AVX-512 VNNI or AVX-VNNI",
             }
         )

@@ -35,25 +35,15 @@ class OpenDraft:
         if not self.executor.num_blocks:
             self.executor.allocate(max(1, num_tokens // self.executor.kv_layout.block_size))
         limits = self.artifact.manifest.limits
+        shared: dict[str, Any] = {
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "max_context_len": limits.max_context_len,
+            "drawn": config.draft_sampling == "probabilistic",
+            "vocabulary": self.vocabulary,
+        }
         if "eagle" in config.method:
-            assert self.vocabulary is not None
-            return HeadEngine(
-                self.executor,
-                sampler,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                max_context_len=limits.max_context_len,
-                drawn=config.draft_sampling == "probabilistic",
-                vocabulary=self.vocabulary,
-            )
-        return DraftEngine(
-            self.executor,
-            sampler,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_context_len=limits.max_context_len,
-            drawn=config.draft_sampling == "probabilistic",
-            vocabulary=self.vocabulary,
-            enable_prefix_caching=caching,
-        )
+            return HeadEngine(self.executor, sampler, **shared)
+        return DraftEngine(self.executor, sampler, **shared, enable_prefix_caching=caching)
 
 
 def open_draft(

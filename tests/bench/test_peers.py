@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ from bench.peers.compare import PEERS, compare, print_report
 from bench.peers.environments import PeerEnvironment, PeerError, run
 from bench.peers.peer import HERE, linked_folder
 from bench.peers.rounds import measure, ratios
-from bench.peers.workers import Worker
+from bench.peers.workers import ROOT, Worker
 from zoo import resolve
 from zoo.progress import Silent
 
@@ -140,6 +142,41 @@ def test_engines_stand_still_while_another_is_measured(tmp_path):
         assert before[0] == "T"
         assert state_and_ticks() == before
     assert not process.exists()
+
+
+ENDED = """
+import sys, time
+from pathlib import Path
+from bench.peers.workers import Worker
+from bench.signals import unwinding_on_signals
+
+config = {"first": 1, "each": 1, "answer": [1], "short": 0}
+with unwinding_on_signals(), Worker("a", Path(sys.executable), Path(sys.argv[1]), config, Path(sys.argv[2])) as worker:
+    print(worker.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_measurement_that_is_ended_ends_its_engines(tmp_path):
+    """One with a child that outlives it otherwise, as llama.cpp's server does."""
+    script, pid_file = tmp_path / "answering.py", tmp_path / "pid"
+    child = "import subprocess\nserver = subprocess.Popen(['sleep', '60'])\n"
+    script.write_text(f"{child}open({str(pid_file)!r}, 'w').write(str(server.pid))\n" + ANSWERING)
+    command = [sys.executable, "-c", ENDED, str(script), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as bench:
+        assert bench.stdout is not None
+        worker = int(bench.stdout.readline())
+        bench.terminate()
+        assert bench.wait(timeout=60) == 128 + signal.SIGTERM
+    for pid in (worker, int(pid_file.read_text())):
+        assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[-1][0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_an_engine_that_stops_early_is_no_measurement(tmp_path):
