@@ -32,7 +32,8 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int = 30
     evaluate_every: int = 50
     draft_length: int = 5  # positions that acceptance is measured at
-    # A head: positions of a draft that are trained on, and what its features' loss weighs beside its reading's.
+    # A head: positions of a draft that the second half of the steps trains on (the first half: one), and what its
+    # features' loss weighs beside its reading's.
     passes: int = 1
     feature_weight: float = 0.3
 

@@ -58,7 +58,9 @@ class Trainee(Protocol[Example]):  # type: ignore[misc]
         """Tokens that an example adds to a step."""
         ...
 
-    def loss(self, examples: Sequence[Example]) -> torch.Tensor: ...
+    def loss(self, examples: Sequence[Example], done: float) -> torch.Tensor:
+        """Of one step; `done`: the share of the training that is behind it, 0 to 1."""
+        ...
 
     def measure(self, held_out: Sequence[Example]) -> Acceptance:
         """Acceptance of greedy drafts on text that was not trained on."""
@@ -116,7 +118,7 @@ def train(
     for step in range(state["step"] + 1, config.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * _schedule(step, config)
-        loss = trainee.loss(epochs.at(step))
+        loss = trainee.loss(epochs.at(step), (step - 1) / config.steps)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learnt, 1.0)

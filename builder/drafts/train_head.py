@@ -1,7 +1,8 @@
 """Trains a head: its reading to the target's distributions, its outputs to the target's hidden states.
 
 The losses are EAGLE's (soft cross-entropy over the head's tokens; smooth L1 on features), at each position of a draft:
-later positions read the head's own outputs, as they do when it drafts (HASS, EAGLE-3's training-time test).
+later positions read the head's own outputs, as they do when it drafts (HASS, EAGLE-3's training-time test), from the
+middle of the training on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Example = tuple[Dialogue, NDArray[np.float16]]
 # A later position of a draft counts less: it is reached only where those before it were accepted.
 _LATER = 0.7
 _NOISE = 0.2  # in standard deviations of a hidden state, at most
+# Until then a step is one pass over the text: later passes cost as much each, and read outputs that are still far off.
+_UNROLLED_FROM = 0.5
 _RIDGE = 0.003  # of what a matrix reads, mean square
 _ROWS = 64  # logits of so many rows at once
 
@@ -87,7 +90,8 @@ class HeadTraining:
         """Slots of an example, which is what a step's size is counted in."""
         return len(example[1]) - 1
 
-    def loss(self, examples: Sequence[Example]) -> torch.Tensor:
+    def loss(self, examples: Sequence[Example], done: float) -> torch.Tensor:
+        passes = self._passes if done >= _UNROLLED_FROM else 1
         batch = self._batch(examples)
         head = self._head
         slots = torch.arange(batch.tokens.shape[1])[None]
@@ -99,11 +103,9 @@ class HeadTraining:
         generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
         noise = torch.rand(batch.hidden.shape, generator=generator).sub_(0.5).mul_(2 * _NOISE * spread)
         with half_where_fast():
-            outputs = unroll(head, batch.tokens, batch.hidden + noise, self._passes)
+            outputs = unroll(head, batch.tokens, batch.hidden + noise, passes)
         # [P, N]: what each output counts; the first slots of a later pass are of no draft.
-        weights = torch.stack(
-            [(slots >= depth).expand_as(inside)[inside] * _LATER**depth for depth in range(self._passes)]
-        )
+        weights = torch.stack([(slots >= depth).expand_as(inside)[inside] * _LATER**depth for depth in range(passes)])
         weights = weights / weights.sum()
         rows = torch.stack([output[inside].float() for output in outputs])
         reading: torch.Tensor = _SoftCrossEntropy.apply(rows, after, head.lm_head.weight, weights)  # type: ignore[assignment]

@@ -71,7 +71,7 @@ class ModelTraining:
     def length(self, example: Dialogue) -> int:
         return len(example.token_ids)
 
-    def loss(self, examples: Sequence[Dialogue]) -> torch.Tensor:
+    def loss(self, examples: Sequence[Dialogue], done: float) -> torch.Tensor:
         batch = _batch(examples, self._table, self._unknown)
         with half_where_fast():
             logits = _logits(self._student, batch)
