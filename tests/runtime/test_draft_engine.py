@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_driver import Driver, make_core, make_request, run_alone
+from core_driver import Driver, make_core, make_request
+from drafted_runs import DRAFTED_REQUESTS, TARGET_OPTIONS, draft_figures, drive_drafts
 from drafters import hash_draft_engine
 from tiny_served import write_served_artifact
 
@@ -18,67 +19,41 @@ from runtime.speculation.vocabulary import DraftVocabulary
 
 def drive(requests: list[Any], *, right: float = 1.0, draft: dict[str, Any] | None = None, **options: Any) -> Driver:
     """Run requests with a draft engine; every answer must be that of the request alone."""
-    drafter = hash_draft_engine(right=right, **draft or {})
-    driver = Driver(make_core(drafter=drafter, **options))
-    for request in requests:
-        driver.add(request)
-    driver.run()
-    for request in requests:
-        assert driver.answers[request.request_id].tokens == run_alone(request).tokens
-    assert drafter.kv.pool.num_used == 0
-    return driver
-
-
-def figures(driver: Driver) -> tuple[int, int]:
-    stats = driver.core.stats()
-    return stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
-
-
-REQUESTS = [make_request(f"r{i}", [i, *range(3 * i)], max_tokens=30) for i in range(5)]
+    return drive_drafts(requests, hash_draft_engine(right=right, **draft or {}), **options)
 
 
 def test_a_draft_that_is_the_target_is_always_accepted() -> None:
-    drafted, accepted = figures(drive(REQUESTS))
+    drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS))
     assert drafted == accepted > 50
 
 
 def test_refused_tokens_leave_the_mirror_right() -> None:
     """After a refusal the next draft starts from the true text: a share is accepted all along."""
-    drafted, accepted = figures(drive(REQUESTS, right=0.8))
+    drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS, right=0.8))
     assert 0.3 * drafted < accepted < drafted
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_blocks": 14, "max_num_batched_tokens": 12},  # preemption
-        {"num_blocks": 14, "preemption_mode": "swap"},
-        {"max_prefill_chunk": 2, "max_num_batched_tokens": 10},
-        {"enable_prefix_caching": False},
-        {"scheduling_policy": "priority", "num_blocks": 14},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", TARGET_OPTIONS, ids=str)
 def test_in_step_whatever_the_target_does(options: dict[str, Any]) -> None:
-    drafted, accepted = figures(drive(REQUESTS, **options))
+    drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS, **options))
     assert drafted == accepted > 0
 
 
 def test_long_prompts_are_read_in_chunks() -> None:
     """A prompt longer than the draft's pass: no draft until it is read, and right ones then."""
     requests = [make_request("long", list(range(40)) * 2, max_tokens=40)]
-    drafted, accepted = figures(drive(requests, draft={"max_num_batched_tokens": 8}, max_num_batched_tokens=64))
+    drafted, accepted = draft_figures(drive(requests, draft={"max_num_batched_tokens": 8}, max_num_batched_tokens=64))
     assert drafted == accepted > 5
 
 
 def test_few_blocks_drop_the_mirror_not_the_request() -> None:
-    drafted, accepted = figures(drive(REQUESTS, draft={"num_blocks": 12}))
+    drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS, draft={"num_blocks": 12}))
     assert drafted == accepted > 0
 
 
 def test_beyond_the_drafts_context_nothing_is_drafted() -> None:
     driver = drive([make_request("r", [1, 2, 3], max_tokens=60)], draft={"max_context_len": 20})
-    drafted, accepted = figures(driver)
+    drafted, accepted = draft_figures(driver)
     assert 0 < drafted == accepted < 25
 
 
@@ -89,7 +64,7 @@ def test_forks_and_sampling() -> None:
         make_request("p", [4, 4, 4], greedy=False, seed=2, presence_penalty=1.5, temperature=0.3, max_tokens=20),
         make_request("bias", [4, 1], logit_bias={7: 20.0}, max_tokens=20),
     ]
-    drafted, accepted = figures(drive(requests))
+    drafted, accepted = draft_figures(drive(requests))
     assert accepted > 0.2 * drafted
 
 

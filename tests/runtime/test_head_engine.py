@@ -6,69 +6,49 @@ from typing import Any
 
 import pytest
 from core_driver import Driver, make_core, make_request, run_alone
+from drafted_runs import DRAFTED_REQUESTS, TARGET_OPTIONS, draft_figures, drive_drafts
 from drafters import ANY_DRAFTS, hash_head_engine
 
 from runtime.errors import PlancastError
 from runtime.speculation.config import parse_speculation
 from runtime.speculation.speculator import Speculator
 
-REQUESTS = [make_request(f"r{i}", [i, *range(3 * i)], max_tokens=30) for i in range(5)]
-
 
 def drive(requests: list[Any], *, right: float = 1.0, draft: dict[str, Any] | None = None, **options: Any) -> Driver:
     """Run requests with a head; every answer must be that of the request alone."""
     drafter = hash_head_engine(right=right, **draft or {})
-    driver = Driver(make_core(model="with_head", drafter=drafter, **options))
-    for request in requests:
-        driver.add(request)
-    driver.run()
-    for request in requests:
-        assert driver.answers[request.request_id].tokens == run_alone(request).tokens
-    assert drafter.kv.pool.num_used == 0
+    driver = drive_drafts(requests, drafter, model="with_head", **options)
     assert not drafter._feeds
     return driver
 
 
-def figures(driver: Driver) -> tuple[int, int]:
-    stats = driver.core.stats()
-    return stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
-
-
 def test_a_head_that_knows_the_target_is_always_accepted() -> None:
-    drafted, accepted = figures(drive(REQUESTS))
+    drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS))
     assert drafted == accepted > 50
 
 
 def test_refused_tokens_are_fed_again() -> None:
-    drafted, accepted = figures(drive(REQUESTS, right=0.8))
+    drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS, right=0.8))
     assert 0.3 * drafted < accepted < drafted
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_blocks": 14, "max_num_batched_tokens": 12},  # preemption
-        {"num_blocks": 14, "preemption_mode": "swap"},
-        {"max_prefill_chunk": 2, "max_num_batched_tokens": 10},
-        {"enable_prefix_caching": False},
-        {"scheduling_policy": "priority", "num_blocks": 14},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", TARGET_OPTIONS, ids=str)
 def test_in_step_whatever_the_target_does(options: dict[str, Any]) -> None:
     for right in (1.0, 0.7):
-        drafted, accepted = figures(drive(REQUESTS, right=right, **options))
+        drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS, right=right, **options))
         assert drafted >= accepted > 0
         assert right < 1.0 or drafted == accepted
 
 
 def test_few_blocks_drop_the_mirror_not_the_request() -> None:
-    drafted, accepted = figures(drive(REQUESTS, draft={"num_blocks": 12}))
+    drafted, accepted = draft_figures(drive(DRAFTED_REQUESTS, draft={"num_blocks": 12}))
     assert drafted == accepted > 0
 
 
 def test_beyond_the_heads_context_nothing_is_drafted() -> None:
-    drafted, accepted = figures(drive([make_request("r", [1, 2, 3], max_tokens=60)], draft={"max_context_len": 20}))
+    drafted, accepted = draft_figures(
+        drive([make_request("r", [1, 2, 3], max_tokens=60)], draft={"max_context_len": 20})
+    )
     assert 0 < drafted == accepted < 25
 
 
@@ -78,7 +58,7 @@ def test_a_cached_prompt_and_forks() -> None:
         make_request("n", list(range(20)), greedy=False, n=3, seed=1, temperature=0.4, max_tokens=20),
         make_request("bias", [4, 1], logit_bias={7: 20.0}, max_tokens=20),
     ]
-    drafted, accepted = figures(drive(requests))
+    drafted, accepted = draft_figures(drive(requests))
     assert accepted > 0.2 * drafted
 
 
@@ -87,7 +67,7 @@ def test_drawn_drafts() -> None:
     driver = Driver(make_core(model="with_head", drafter=hash_head_engine(drawn=True)))
     driver.add(request)
     driver.run()
-    drafted, accepted = figures(driver)
+    drafted, accepted = draft_figures(driver)
     assert drafted == accepted > 20  # drawn from the target's own distribution
 
 
@@ -104,7 +84,7 @@ def test_switched_off_and_on_again_a_mirror_begins_anew() -> None:
     driver.core.set_speculation(True)
     driver.run()
     assert driver.answers["r"].tokens == run_alone(request).tokens
-    drafted, accepted = figures(driver)
+    drafted, accepted = draft_figures(driver)
     assert drafted == accepted > 100
 
 
@@ -124,7 +104,7 @@ def test_feed_that_nobody_takes_is_dropped() -> None:
     speculator.lengths.max_length = ANY_DRAFTS.num_speculative_tokens
     driver.run()
     assert driver.answers["r"].tokens == run_alone(request).tokens
-    drafted, accepted = figures(driver)
+    drafted, accepted = draft_figures(driver)
     assert drafted == accepted > 30
 
 
