@@ -76,9 +76,12 @@ def make_steps(case: Case, kv: str, total: int = CACHE_BYTES) -> tuple[list[Step
     forms = formats(attributes)
     cell = sum(form.cell_bytes(case.head_size) for form in forms)
     layer_bytes = blocks * BLOCK_SIZE * case.num_kv_heads * cell
+    layers = max(2, total // layer_bytes) if case.past else 4
+    # All layers' caches side by side, as an executor allocates them: on huge pages, whatever one of them takes.
+    both = [empty_cache(form, layers * blocks, case.num_kv_heads, BLOCK_SIZE, case.head_size) for form in forms]
     steps = []
-    for _ in range(max(2, total // layer_bytes) if case.past else 4):
-        caches = [empty_cache(form, blocks, case.num_kv_heads, BLOCK_SIZE, case.head_size) for form in forms]
+    for layer in range(layers):
+        caches = [cache[layer * blocks : (layer + 1) * blocks] for cache in both]
         for form, cache, key in zip(forms, caches, (True, False), strict=True):
             page = form.empty_cache(1, 1, BLOCK_SIZE, case.head_size)
             vectors = rng.standard_normal((BLOCK_SIZE, 1, case.head_size), np.float32)
