@@ -62,6 +62,7 @@ class FakeDevice(FakeExecutor):
     samples greedily, whatever it is asked for."""
 
     max_top_logprobs: int | None = 20
+    max_draft_entries = 0
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -229,8 +229,9 @@ class EngineCore:
         if not step.sequences:
             return None
         batch = build_batch(step, self.kv.block_size)
-        most = self._device.max_top_logprobs if self._device is not None else None
-        sampling = plan_sampling(step.sequences, most) if most is not None else None
+        sampling = None
+        if self._device is not None and (most := self._device.max_top_logprobs) is not None:
+            sampling = plan_sampling(step.sequences, most, self._device.max_draft_entries)
         return Flight(step, batch, sampling, scheduled, self.clock())
 
     def _collect(

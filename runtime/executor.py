@@ -33,6 +33,17 @@ class StepBatch:
 
 
 @dataclass(slots=True)
+class DrawnDrafts:
+    """Drafted tokens of D of a step's rows that were drawn at random, and what from: N tokens with probabilities."""
+
+    rows: NDArray[np.int32]  # [D] ascending: the rows whose logits say what the drafted tokens are worth
+    tokens: NDArray[np.int32]  # [D]
+    starts: NDArray[np.int32]  # [D+1] where each one's distribution begins; the last is N
+    ids: NDArray[np.int32]  # [N] ascending in each distribution
+    probs: NDArray[np.float32]  # [N]
+
+
+@dataclass(slots=True)
 class RowSampling:
     """How a device samples a step's R rows of logits. A row with a negative temperature is not sampled: its logits are
     wanted. The numbers mean what `SamplingParams` and `runtime/philox.py` say."""
@@ -46,6 +57,8 @@ class RowSampling:
     positions: NDArray[np.int32]  # [R] of the token in the output
     # [R]: of the token and of so many likeliest ones the log probabilities are wanted; negative: of none
     num_tops: NDArray[np.int32]
+    # Rows at which a drafted token stays, or another takes its place: speculative sampling, in place of sampling.
+    drafts: DrawnDrafts | None = None
 
 
 @dataclass(slots=True)
@@ -121,6 +134,8 @@ class DeviceExecutor(Executor, Protocol):
 
     # How many of the likeliest tokens' log probabilities it gives at most; None: it does not sample.
     max_top_logprobs: int | None
+    # How many tokens the distributions of a step's `DrawnDrafts` may name at most, all together; 0: it verifies none.
+    max_draft_entries: int
 
     def launch(self, batch: StepBatch, sampling: RowSampling | None = None) -> None:
         """Begin a step, as `run` says, and return before it is done. `collect` comes before anything else.

@@ -13,17 +13,15 @@ import msgspec
 from plugins.paged_attention.grids import BLOCK_N, COPY_WORDS, merge_constants, power_of_two
 from plugins.paged_attention.op import INPUTS
 from runtime.errors import BuildError
+from runtime.executors.sampling_blocks import kernel_variants
 from runtime.executors.segments.calls import copy_word
 from runtime.executors.segments.plan import Attention, Image, Kernel
-from runtime.philox import TOKEN_STREAM
-from runtime.sampling.narrow import MAX_CANDIDATES
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from plugins.gpu.aot import Variant
 
-SAMPLE, SCORE = "sample", "score"  # names of the kernels that run on logits
 SPLITS = 8  # of the keys, where a decode would leave multiprocessors idle
 _TABLES = ("past_lens", "query_starts", "block_ids", "block_starts")
 _CELLS = {"f32": "*fp32", "f16": "*fp16", "bf16": "*bf16", "int8": "*i8"}
@@ -63,12 +61,7 @@ def plan_kernels(attentions: Sequence[ir.Node], *, activation: str = "*fp16") ->
     Raises:
         BuildError: an attribute that the kernels do not compute here.
     """
-    from plugins.sampling.variants import sample_variant, score_variant
-
-    make: dict[str, Any] = {
-        SAMPLE: lambda cc: sample_variant(MAX_CANDIDATES, TOKEN_STREAM),
-        SCORE: lambda cc: score_variant(),
-    }
+    make: dict[str, Any] = {name: lambda cc, v=variant: v for name, variant in kernel_variants().items()}
     names: dict[tuple, str] = {}
     layers = []
     copies: dict[str, str] = {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from builder.backends.half import to_half
-from builder.backends.segment_kernels import SAMPLE, SCORE, Kernels, plan_kernels
+from builder.backends.segment_kernels import Kernels, plan_kernels
 from builder.passes.split_at_plugins import Segment, split_at_plugins
 from builder.tracing.signature import attention_nodes
 from plugins.paged_attention.op import INPUTS
 from runtime.errors import BuildError
+from runtime.executors.sampling_blocks import SAMPLE, SCORE, VERIFY
 from runtime.executors.segments.plan import FORMAT, ROWS, TOKENS, Kernel, SegmentPlan, Value
 from runtime.executors.segments.plan import Segment as SegmentInfo
 
@@ -47,7 +48,7 @@ def make_plan(
         values[layer.output] = Value(query.dtype, (TOKENS, width))
     return SegmentPlan(
         format=FORMAT, values=values, segments=tuple(infos), attentions=kernels.layers, kernels=compiled,
-        copies=kernels.copies, sample=SAMPLE, score=SCORE,
+        copies=kernels.copies, sample=SAMPLE, score=SCORE, verify=VERIFY,
     )  # fmt: skip
 
 

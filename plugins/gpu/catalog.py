@@ -92,18 +92,8 @@ def _products(cc: int) -> Iterator[Variant]:
 
 
 def _sampling() -> Iterator[Variant]:
-    from plugins.sampling.kernel_verify import restrict_rows, verify
-    from plugins.sampling.variants import sample_variant, score_variant
+    from plugins.sampling.variants import sample_variant, score_variant, verify_variant
 
     yield sample_variant(most=128)
     yield score_variant()
-    rows = {"logits": "*fp32", "temperatures": "*fp32", "top_ks": "*i32", "top_ps": "*fp32", "min_ps": "*fp32"}
-    draws = {"seeds": "*i64", "sequences": "*i32", "positions": "*i32"}
-    stats = {"stats": "*fp32", "edges": "*i64"}
-    yield Variant("restrict_rows", restrict_rows, rows | stats, {"BLOCK": 1024}, num_warps=8)
-    types = {"logits": "*fp32", "row_starts": "*i32", "draft_tokens": "*i32", "draft_probs": "*fp32"}
-    types |= {"temperatures": "*fp32", "accepted": "*i32", "tokens": "*i32"} | stats | draws
-    streams = {"TOKEN_STREAM": 0, "ACCEPT_STREAM": 1, "RESIDUAL_STREAM": 2}
-    for name, certain in (("certain drafts", True), ("drawn drafts", False)):
-        constants = {"CERTAIN": certain, **streams, "BLOCK": 1024}
-        yield Variant(f"verify {name}", verify, types, constants, num_warps=8)
+    yield verify_variant()

@@ -79,7 +79,5 @@ def verify(
                 return i, drawn
         elif not accept_u[i] * draft[i][token] < target[i][token]:
             residual = np.maximum(target[i] - draft[i], 0)
-            return (
-                (i, pick(residual, residual_u[i], "up")) if residual.sum() > 0 else (i, pick(target[i], residual_u[i]))
-            )
+            return i, pick(residual if residual.sum() > 0 else target[i], residual_u[i], "up")
     return len(draft_tokens), pick(target[-1], token_u[len(draft_tokens)], order)

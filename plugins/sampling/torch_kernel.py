@@ -8,7 +8,6 @@ import torch
 
 from plugins.sampling.kernel import sample as sample_kernel
 from plugins.sampling.kernel_score import score as score_kernel
-from plugins.sampling.kernel_verify import restrict_rows
 from plugins.sampling.kernel_verify import verify as verify_kernel
 
 # Streams of random numbers, as `runtime/philox.py` numbers them.
@@ -85,41 +84,30 @@ def score(
     return scores
 
 
-def verify(
-    logits: torch.Tensor,
-    row_starts: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    rows: SamplingRows,
-    draws: Draws,
-    draft_probs: torch.Tensor | None = None,
-    *,
-    block: int = _BLOCK,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verify drafted tokens: how many stay i32 [S], and the token after them i32 [S].
+@dataclass(frozen=True)
+class Drafts:
+    """Tokens of D rows that were drawn at random, and what from: rows i32 [D], tokens i32 [D], temperatures f32 [D]
+    (above 0), starts i32 [D + 1] into ids i32 [N], ascending in each draft, and their probabilities f32 [N]."""
 
-    Args:
-        logits: [R, V]; sequence s has the rows `row_starts[s]` to `row_starts[s + 1]`, one more than drafted tokens.
-        row_starts: i32 [S + 1].
-        draft_tokens: i32 [R - S], the sequences end to end.
-        rows: for each row of `logits`.
-        draws: for each sequence; position is the first drafted token's.
-        draft_probs: f32 [R - S, V], what the drafts were sampled from; None: they were certain (n-gram, greedy).
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    temperatures: torch.Tensor
+    starts: torch.Tensor
+    ids: torch.Tensor
+    probs: torch.Tensor
+
+
+def verify(
+    logits: torch.Tensor, rows: SamplingRows, draws: Draws, drafts: Drafts, tokens: torch.Tensor, *, block: int = _BLOCK
+) -> None:
+    """Set `tokens` i32 [R] of the drafted rows of `logits` [R, V]: the drafted token, or one in its place.
+
+    -1 where the row's maximum is not finite. The temperatures of `rows` are not read: `sample`, to which these rows are
+    not to be sampled, reads those.
     """
-    sequences = len(row_starts) - 1
-    new = {"device": logits.device}
-    stats = torch.zeros(len(logits), 2, dtype=torch.float32, **new)
-    edges = torch.zeros(len(logits), 3, dtype=torch.int64, **new)
-    accepted = torch.empty(sequences, dtype=torch.int32, **new)
-    tokens = torch.empty(sequences, dtype=torch.int32, **new)
-    if sequences:
-        size = logits.shape[1]
-        restrict_rows[(len(logits),)](
-            logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, stats, edges, size, BLOCK=block, num_warps=8
-        )
-        verify_kernel[(sequences,)](
-            logits, row_starts, draft_tokens, stats if draft_probs is None else draft_probs, rows.temperature, stats,
-            edges, draws.seed, draws.sequence, draws.position, accepted, tokens, size, CERTAIN=draft_probs is None,
-            TOKEN_STREAM=TOKEN_STREAM, ACCEPT_STREAM=ACCEPT_STREAM, RESIDUAL_STREAM=RESIDUAL_STREAM, BLOCK=block,
-            num_warps=8,
+    if len(drafts.rows):
+        verify_kernel[(len(drafts.rows),)](
+            logits, drafts.rows, drafts.tokens, drafts.temperatures, drafts.starts, drafts.ids, drafts.probs,
+            rows.top_k, rows.top_p, rows.min_p, draws.seed, draws.sequence, draws.position, tokens, logits.shape[1],
+            ACCEPT_STREAM=ACCEPT_STREAM, RESIDUAL_STREAM=RESIDUAL_STREAM, BLOCK=block, num_warps=8,
         )  # fmt: skip
-    return accepted, tokens

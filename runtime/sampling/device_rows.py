@@ -3,27 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runtime.executor import RowSampling, RowScores
+from runtime.executor import DrawnDrafts, RowSampling, RowScores
 from runtime.messages import TokenLogprobs
 from runtime.sampler import SampledToken, SamplingState
 from runtime.scheduling.step import ScheduledSequence
+
+if TYPE_CHECKING:
+    from runtime.speculation.proposer import Distribution
 
 # temperature, top_k, top_p, min_p, seed, sequence, position, num_top
 _Row = tuple[float, int, float, float, int, int, int, int]
 _ON_THE_HOST: _Row = (-1.0, 0, 1.0, 0.0, 0, 0, 0, -1)
 
 
-def plan_sampling(parts: Iterable[ScheduledSequence], max_top_logprobs: int) -> RowSampling | None:
+class _Drawn:
+    """The drafts of a step that were drawn at random, as far as the device takes them."""
+
+    def __init__(self, max_entries: int):
+        self._left = max_entries
+        self._rows: list[int] = []
+        self._tokens: list[int] = []
+        self._distributions: list[Distribution] = []
+
+    def takes(self, part: ScheduledSequence, row: int) -> bool:
+        """Add the drafts of a sequence whose rows begin at `row`; False, and nothing is added, where there is no room.
+
+        A greedy sequence's are none: the likeliest token, which the device finds as without a draft, takes the place of
+        whatever was drafted.
+        """
+        sequence, count = part.sequence, part.num_rows - 1
+        if sequence.draft_distributions is None or sequence.sampling.greedy:
+            return True
+        distributions = sequence.draft_distributions[:count]
+        entries = sum([len(ids) for ids, _ in distributions])
+        if entries > self._left:
+            return False
+        self._left -= entries
+        self._rows += range(row, row + count)
+        self._tokens += sequence.draft_token_ids[:count]
+        self._distributions += distributions
+        return True
+
+    def drafts(self) -> DrawnDrafts | None:
+        if not self._rows:
+            return None
+        ids, probs = zip(*self._distributions, strict=True)
+        return DrawnDrafts(
+            np.array(self._rows, np.int32),
+            np.array(self._tokens, np.int32),
+            np.cumsum([0, *map(len, ids)], dtype=np.int32),
+            np.concatenate(ids, dtype=np.int32, casting="same_kind"),
+            np.concatenate(probs, dtype=np.float32, casting="same_kind"),
+        )
+
+
+def plan_sampling(
+    parts: Iterable[ScheduledSequence], max_top_logprobs: int, max_draft_entries: int = 0
+) -> RowSampling | None:
     """How to sample the rows of a step, in the order of its batch. None where the host must have them all.
 
     The host keeps rows that are not sampled plainly: of prompts whose log probabilities are wanted, of beams, of a
-    prompt that several sequences go on from, behind processors, grammars and typical_p, of drafts that were drawn at
-    random, and where more log probabilities are wanted than the device gives.
+    prompt that several sequences go on from, behind processors, grammars and typical_p; where more log probabilities
+    are wanted than the device gives, and where drafts were drawn from more tokens than it has room for.
     """
     rows: list[_Row] = []
+    drawn = _Drawn(max_draft_entries)
     sampled = 0
     for part in parts:
         count = part.num_rows
@@ -31,7 +79,7 @@ def plan_sampling(parts: Iterable[ScheduledSequence], max_top_logprobs: int) -> 
             continue
         sequence = part.sequence
         state = sequence.sampling
-        if not _is_plain(part, max_top_logprobs):
+        if not (_is_plain(part, max_top_logprobs) and drawn.takes(part, len(rows))):
             rows += [_ON_THE_HOST] * count
             continue
         sampled += count
@@ -56,6 +104,7 @@ def plan_sampling(parts: Iterable[ScheduledSequence], max_top_logprobs: int) -> 
         sequences=np.array(sequences, np.int32),
         positions=np.array(positions, np.int32),
         num_tops=np.array(num_tops, np.int32),
+        drafts=drawn.drafts(),
     )
 
 
@@ -64,7 +113,7 @@ def _is_plain(part: ScheduledSequence, max_top_logprobs: int) -> bool:
     request, state = sequence.request, sequence.sampling
     if request.pooler is not None or request.beam is not None or request.wants_prompt_logprobs or not request.forked:
         return False
-    return state.is_plain and 0 <= (state.num_top or 0) <= max_top_logprobs and sequence.draft_distributions is None
+    return state.is_plain and 0 <= (state.num_top or 0) <= max_top_logprobs
 
 
 def token_of(tokens: list[int], scores: RowScores | None, row: int, state: SamplingState) -> SampledToken | None:

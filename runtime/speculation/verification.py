@@ -47,32 +47,32 @@ def sample_and_verify(
     """The new tokens of each sequence: accepted drafts, then one more, or as far as a token ends it.
 
     `logits` f32 [R, V]; a sequence's rows begin at its entry of `first_rows`, one for its last token and one for each
-    of its `draft_token_ids`. `sampled`: what the device has sampled already; `logits` has the other rows. All but an
-    erroneous token are appended to the sampling states. Position by position, all
-    sequences that have got there at once: each position's processors have seen the accepted tokens before it.
+    of its `draft_token_ids`. `sampled`: what the device has sampled, and verified, already; `logits` has the other
+    rows. All but an erroneous token are appended to the sampling states. Position by position, all sequences that have
+    got there at once: each position's processors have seen the accepted tokens before it.
     """
     results: list[list[SampledToken]] = [[] for _ in sequences]
     going = list(range(len(sequences)))
     tokens = sampled.tokens.tolist() if sampled is not None else []
     depth = 0
     while going:
-        plain = [i for i in going if not _is_drawn(sequences[i], depth)]
+        left = going
         if sampled is not None:
             left = []
-            for i in plain:
+            for i in going:
                 token = token_of(tokens, sampled.scores, first_rows[i] + depth, sequences[i].sampling)
                 if token is None:
                     left.append(i)
                 else:
                     results[i].append(token)
-            plain = left
+        plain = [i for i in left if not _is_drawn(sequences[i], depth)]
         if plain:
             rows = [first_rows[i] + depth for i in plain]
             chosen = logits if rows == list(range(len(logits))) else logits[rows]
             drawn = sampler.sample(chosen, [sequences[i].sampling for i in plain])
             for i, token in zip(plain, drawn, strict=True):
                 results[i].append(token)
-        for i in going:
+        for i in left:
             if _is_drawn(sequences[i], depth):
                 results[i].append(_accept_or_replace(sampler, logits[first_rows[i] + depth], sequences[i], depth))
         still: list[int] = []

@@ -108,39 +108,91 @@ def test_broken_logits_give_no_token(broken):
     assert tokens[2] >= 0
 
 
-@pytest.mark.parametrize("certain", [True, False])
-def test_verification_is_the_references(certain):
-    """Sequences with 3, 0, 2 and 2 drafted tokens, one of them greedy: the same accepted counts and tokens."""
+def drafts_of(rows, tokens, temperatures, distributions):
+    """Drafts of (ids, probabilities) each, ids ascending."""
+    i32 = {"dtype": torch.int32}
+    sizes = [len(ids) for ids, _ in distributions]
+    return torch_kernel.Drafts(
+        torch.tensor(rows, **i32), torch.tensor(tokens, **i32), torch.tensor(temperatures, dtype=torch.float32),
+        torch.tensor(np.cumsum([0, *sizes]), **i32), torch.tensor(np.concatenate([i for i, _ in distributions]), **i32),
+        torch.tensor(np.concatenate([p for _, p in distributions]), dtype=torch.float32),
+    )  # fmt: skip
+
+
+def test_verification_is_the_references():
+    """Sequences with 3, 0, 2 and 2 tokens drawn from dense drafts and drafts of a few tokens: the same stay, and the
+    same token comes after them, under every restriction."""
     rng = np.random.default_rng(8)
     drafted = [3, 0, 2, 2]
-    settings = [(1.0, 0, 1.0, 0.0), (0.8, 10, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.2, 0, 0.9, 0.0)]
-    starts = np.concatenate([[0], np.cumsum(np.array(drafted) + 1)])
-    for round_ in range(2):
+    settings = [(1.0, 0, 1.0, 0.0), (0.8, 10, 1.0, 0.0), (0.6, 7, 1.0, 0.1), (1.2, 0, 0.9, 0.0)]
+    starts = np.concatenate([[0], np.cumsum(np.array(drafted) + 1)]).tolist()
+    stayed = 0
+    for round_ in range(3):
         logits = rng.standard_normal((starts[-1], VOCAB)).astype(np.float32) * 2
-        drafts = [rng.dirichlet(np.full(VOCAB, 0.3)) for _ in range(sum(drafted))]
         rows = [setting for setting, n in zip(settings, drafted, strict=True) for _ in range(n + 1)]
         target = [distribution(row, t, k, p, m) for row, (t, k, p, m) in zip(logits, rows, strict=True)]
-        tokens, expected, at = [], [], 0
+        at, tokens, dense = [], [], []
         for s, n in enumerate(drafted):
-            mine = target[starts[s] : starts[s + 1]]
-            # Likely tokens, so that some are accepted.
-            proposals = [int(np.argmax(mine[i])) if rng.random() < 0.7 else int(rng.integers(VOCAB)) for i in range(n)]
+            for i in range(n):
+                q = rng.dirichlet(np.full(VOCAB, 0.3))
+                if (i + round_) % 2:  # a few tokens, of which the target may know none
+                    q[q < np.sort(q)[-9]] = 0
+                q = q / q.sum() if round_ < 2 else 0.5 * q / q.sum() + 0.5 * target[starts[s] + i]
+                at.append(starts[s] + i)
+                dense.append(q)
+                tokens.append(int(rng.choice(VOCAB, p=q)))
+        positions = [10 + r - starts[s] for s, n in enumerate(drafted) for r in range(starts[s], starts[s + 1])]
+        owners = [s for s, n in enumerate(drafted) for _ in range(n + 1)]
+        draws = draws_of(owners, owners, positions)
+        plain = [(-1.0 if r in at else t, *rest) for r, (t, *rest) in enumerate(rows)]
+        got = torch_kernel.sample(torch.from_numpy(logits), rows_of(*plain), draws, block=BLOCK)
+        assert all(got[r] == -1 for r in at)
+        sparse = [(np.flatnonzero(q), q[q > 0]) for q in dense]
+        drafts = drafts_of(at, tokens, [rows[r][0] for r in at], sparse)
+        torch_kernel.verify(torch.from_numpy(logits), rows_of(*plain), draws, drafts, got, block=BLOCK)
+        for s, n in enumerate(drafted):
+            first = sum(drafted[:s])
+            proposals = tokens[first : first + n]
             numbers = [
                 [philox.uniform(s, s, i, stream) for i in range(10, 11 + n)]
                 for stream in (philox.TOKEN_STREAM, philox.ACCEPT_STREAM, philox.RESIDUAL_STREAM)
             ]
-            probs = None if certain else drafts[at : at + n]
-            expected.append(
-                verify(mine, proposals, probs, *numbers, "down" if settings[s][1:] != (0, 1.0, 0.0) else "chunked")
-            )
-            tokens += proposals
-            at += n
-        accepted, following = torch_kernel.verify(
-            torch.from_numpy(logits), torch.tensor(starts, dtype=torch.int32), torch.tensor(tokens, dtype=torch.int32),
-            rows_of(*rows), draws_of(range(4), range(4), [10] * 4),
-            None if certain else torch.tensor(np.array(drafts), dtype=torch.float32), block=BLOCK,
-        )  # fmt: skip
-        assert list(zip(accepted.tolist(), following.tolist(), strict=True)) == expected, f"round {round_}"
+            order = "down" if settings[s][1:] != (0, 1.0, 0.0) else "chunked"
+            expected = verify(target[starts[s] : starts[s + 1]], proposals, dense[first : first + n], *numbers, order)
+            mine = got[starts[s] : starts[s + 1]].tolist()
+            kept = next((i for i in range(n) if mine[i] != proposals[i]), n)
+            assert (kept, mine[kept]) == expected, (round_, s)
+            stayed += kept
+    assert 0 < stayed < 3 * sum(drafted)
+
+
+def test_a_draft_equal_to_the_target_always_stays_or_comes_from_the_target():
+    """p = q: nothing is refused but by rounding, and then the token is one that p allows."""
+    logits = np.full((4, VOCAB), -np.inf, np.float32)
+    logits[:, [3, 60, 140]] = [1.0, 0.5, 0.2]
+    q = distribution(logits[0], 0.9)
+    ids = np.flatnonzero(q)
+    drafts = drafts_of(range(4), [3, 60, 140, 3], [0.9] * 4, [(ids, q[ids] * 4)] * 4)  # q too large: u decides
+    tokens = torch.full((4,), -7, dtype=torch.int32)
+    rows = rows_of(*[(-1.0, 0, 1.0, 0.0)] * 4)
+    torch_kernel.verify(torch.from_numpy(logits), rows, draws_of([1, 2, 3, 4], [0] * 4, [0] * 4), drafts, tokens)
+    expected = []
+    for i, drafted in enumerate([3, 60, 140, 3]):
+        stays = philox.uniform(i + 1, 0, 0, philox.ACCEPT_STREAM) * 4 < 1
+        expected.append(drafted if stays else pick(q, philox.uniform(i + 1, 0, 0, philox.RESIDUAL_STREAM), "up"))
+    assert tokens.tolist() == expected
+    assert expected != [3, 60, 140, 3]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_broken_logits_verify_nothing(broken):
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 70] = broken
+    drafts = drafts_of([0, 1], [5, 5], [1.0, 1.0], [([5], [1e-9])] * 2)
+    tokens = torch.full((2,), -7, dtype=torch.int32)
+    rows = rows_of(*[(-1.0, 0, 1.0, 0.0)] * 2)
+    torch_kernel.verify(logits, rows, draws_of([1] * 2, [0] * 2, [0] * 2), drafts, tokens, block=BLOCK)
+    assert tokens.tolist() == [-1, 5]
 
 
 def test_rows_that_leave_many_candidates_are_told_apart():

@@ -12,7 +12,7 @@ from tiny_model import HashModelExecutor
 
 pytest.importorskip("triton", reason="the kernels need triton (pip install 'plancast[triton]')")
 
-from device_model import KernelDevice
+from device_model import DeviceHashModel, KernelDevice
 
 from runtime.config import EngineConfig
 from runtime.engine_core import EngineCore
@@ -118,24 +118,76 @@ def test_what_the_device_samples(name: str) -> None:
         assert 0 < executor.sampled < total
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_drafts(drawn: bool) -> None:
-    """Certain drafts are verified by tokens that the device sampled; those drawn at random by logits on the host."""
+def test_drafts_that_are_certain() -> None:
+    """They are verified by tokens that the device samples at each of their rows."""
     cases = {name: SAMPLED[name] for name in ("greedy", "unrestricted", "top_k", "logprobs", "stop")}
     requests = requests_of(cases | {"wide top_p": HOSTED["wide top_p"], "penalties": HOSTED["penalties"]})
     host, _ = answers(HashModelExecutor, requests)
     truth = {name: answer.tokens[0] for name, answer in host.items()}
-    if drawn:
-        table = np.full((VOCAB, VOCAB), 1 / VOCAB)
-        drafters = [DrawnFromTable(table) for _ in range(2)]
-        host, _ = answers(HashModelExecutor, requests, drafter=drafters[0])
-        device, executor = answers(KernelDevice, requests, drafter=drafters[1])
-    else:
-        drafter = PartlyRight(lambda sequence: truth[sequence.request.request_id], VOCAB)
-        device, executor = answers(KernelDevice, requests, drafter=drafter)
+    drafter = PartlyRight(lambda sequence: truth[sequence.request.request_id], VOCAB)
+    device, executor = answers(KernelDevice, requests, drafter=drafter)
     check_equal(device, host)
     assert isinstance(executor, KernelDevice)
     assert executor.sampled > 0
+
+
+DRAFTED = {name: SAMPLED[name] for name in ("greedy", "unrestricted", "top_k", "top_p", "all", "logprobs", "stop")}
+
+
+def drafters(spread: int) -> list[DrawnFromTable]:
+    """Two that draw the same: each token is followed by one of so many."""
+    rng = np.random.default_rng(3)
+    table = np.zeros((VOCAB, VOCAB))
+    for row in table:
+        row[rng.choice(VOCAB, spread, replace=False)] = rng.dirichlet(np.ones(spread))
+    return [DrawnFromTable(table) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("spread", "sampled"), [(40, "all"), (VOCAB, "some")])
+def test_drafts_that_were_drawn_are_verified_on_the_device(spread: int, sampled: str) -> None:
+    """Tokens alone come back, but of requests that the host must sample and of drafts that do not fit: a step may name
+    4000 tokens here, thirteen distributions over all the vocabulary."""
+    ours, theirs = drafters(spread)
+    few = {name: DRAFTED[name] for name in ("unrestricted", "top_k", "logprobs")} | {"penalties": HOSTED["penalties"]}
+    requests = requests_of(DRAFTED if sampled == "all" else few)
+    host, _ = answers(HashModelExecutor, requests, drafter=theirs)
+    device, executor = answers(KernelDevice, requests, drafter=ours)
+    check_equal(device, host)
+    assert isinstance(executor, KernelDevice)
+    assert executor.verified > 0
+    assert executor.sampled == executor.asked
+    assert (executor.hosted == 0) is (sampled == "all")
+
+
+def test_a_device_that_verifies_nothing() -> None:
+    """Drafts that were drawn come as logits, all others as tokens."""
+    ours, theirs = drafters(40)
+    requests = requests_of(DRAFTED)
+    host, _ = answers(HashModelExecutor, requests, drafter=theirs)
+    device, executor = answers(Verifyless, requests, drafter=ours)
+    check_equal(device, host)
+    assert isinstance(executor, KernelDevice)
+    assert executor.verified == 0 < executor.hosted
+
+
+def test_what_the_device_leaves_of_a_draft_the_host_finishes() -> None:
+    """Every fifth position of a sequence, by the runtime's own arithmetic."""
+    ours, theirs = drafters(60)
+    requests = requests_of(DRAFTED | {"wide top_p": HOSTED["wide top_p"]})
+    host, _ = answers(HashModelExecutor, requests, drafter=theirs)
+    device, executor = answers(DeviceHashModel, requests, drafter=ours)
+    check_equal(device, host)
+    assert isinstance(executor, DeviceHashModel)
+    assert 0 < executor.sampled < executor.asked
+
+
+def test_broken_logits_end_a_drafted_request_as_on_the_host() -> None:
+    ours, theirs = drafters(40)
+    requests = requests_of({name: DRAFTED[name] for name in ("greedy", "unrestricted", "top_k")})
+    host, _ = answers(Broken, requests, drafter=theirs)
+    device, _ = answers(BrokenDevice, requests, drafter=ours)
+    check_equal(device, host)
+    assert all("not finite" in (answer.error or "") for answer in device.values())
 
 
 class Broken(HashModelExecutor):
@@ -162,6 +214,10 @@ def test_logits_that_are_not_finite_end_the_request_as_on_the_host() -> None:
 
 class Sampleless(KernelDevice):
     max_top_logprobs = None
+
+
+class Verifyless(KernelDevice):
+    max_draft_entries = 0
 
 
 def test_a_device_that_does_not_sample() -> None:

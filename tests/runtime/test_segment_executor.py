@@ -25,14 +25,15 @@ from builder.trace import trace
 from plugins.sampling.variants import sample_variant
 from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, PlancastError
-from runtime.executor import DeviceExecutor, Executor, RowSampling
+from runtime.executor import DeviceExecutor, DrawnDrafts, Executor, RowSampling
+from runtime.executors.sampling_blocks import MAX_DRAFT_ENTRIES, told_block
 from runtime.executors.segments.executor import SegmentExecutor, check_architecture
 from runtime.executors.segments.plan import Segment
-from runtime.executors.segments.sampling import told_bytes
 from runtime.manifest import BackendInfo, FileInfo, Limits
 from runtime.sampler import Sampler, SamplingState
 from runtime.sampling.device_rows import token_of
 from runtime.sampling_params import SamplingParams
+from runtime.speculation.verification import accept_or_replace
 
 LIMITS = LimitsConfig(max_context_len=64, max_num_seqs=6, max_num_batched_tokens=32)
 
@@ -171,7 +172,7 @@ def test_rows_are_sampled_where_their_logits_lie(built: Built) -> None:
         assert tokens[1].logprobs is not None
         assert token.logprobs.token_ids == tokens[1].logprobs.token_ids
         np.testing.assert_allclose(token.logprobs.logprobs, tokens[1].logprobs.logprobs, atol=1e-5)
-        assert gpu.downloaded == 4 * VOCAB_SIZE + told_bytes(5)
+        assert gpu.downloaded == 4 * VOCAB_SIZE + told_block(5).size
         for state, each in zip(states, tokens, strict=True):
             state.append(each.token_id)
     assert gpu.replays == 5  # both runs of each decode but the very first
@@ -181,6 +182,60 @@ def test_rows_are_sampled_where_their_logits_lie(built: Built) -> None:
     assert sampled is not None
     assert sampled.scores is None
     assert gpu.downloaded == 0
+    executor.close()
+
+
+def test_drafts_are_verified_where_their_logits_lie(built: Built) -> None:
+    """Tokens that were drawn at random, at rows of two sequences beside one without a draft: the host's verdicts, with
+    four bytes a row copied."""
+    executor, gpu = built.open()
+    assert executor.max_draft_entries == MAX_DRAFT_ENTRIES
+    executor.allocate(8)
+    rng = np.random.default_rng(6)
+    batch = one_sequence(rng.integers(3, VOCAB_SIZE, 9).tolist(), 0, 0)
+    batch.logits_rows = np.arange(1, 9)
+    logits = executor.run(batch).copy()
+    sampler = Sampler(VOCAB_SIZE, ())
+    settings = [{"top_k": 40}, {"top_k": 40}, {"top_k": 40}, {"min_p": 0.05}, {}, {}, {}, {"top_p": 0.7}]
+    states = [
+        sampler.new_state(SamplingParams(temperature=0.9, seed=5 + i, **each), [1], 0, [0] * i)
+        for i, each in enumerate(settings)
+    ]
+    rows, distributions, drafted = [0, 1, 4, 5, 6], [], []
+    for row in rows:
+        ids, probs = sampler.distribution(logits[row], states[row])  # a draft that knows it all
+        if row % 2 == 0:
+            ids, probs = np.sort(rng.choice(VOCAB_SIZE, 12, replace=False)), rng.dirichlet(np.ones(12))
+        distributions.append((ids, probs))
+        drafted.append(int(rng.choice(ids, p=distributions[-1][1])))
+    expected = [token.token_id for token in sampler.sample(logits, states)]
+    for row, q, token in zip(rows, distributions, drafted, strict=True):
+        expected[row] = accept_or_replace(*sampler.distribution(logits[row], states[row]), q, token, states[row])
+    sampling = sampling_of(states, -1)
+    sampling.drafts = DrawnDrafts(
+        np.array(rows, np.int32), np.array(drafted, np.int32),
+        np.cumsum([0, *(len(ids) for ids, _ in distributions)], dtype=np.int32),
+        np.concatenate([ids for ids, _ in distributions]).astype(np.int32),
+        np.concatenate([probs for _, probs in distributions]).astype(np.float32),
+    )  # fmt: skip
+    gpu.downloaded = 0
+    executor.launch(batch, sampling)
+    _, sampled = executor.collect()
+    assert sampled is not None
+    assert sampled.tokens.tolist() == expected
+    assert [expected[row] for row in rows] != drafted
+    assert any(expected[row] == token for row, token in zip(rows, drafted, strict=True))
+    assert gpu.downloaded == 4 * len(settings)
+    executor.close()
+
+
+def test_an_artifact_without_the_kernel_for_drafts(built: Built) -> None:
+    """One built before there was any: it samples and verifies nothing."""
+    plan = msgspec.structs.replace(built.plan, verify=None)
+    built.artifact.file(ENGINE).write_bytes(msgspec.json.encode(plan))
+    executor, _ = built.open()
+    assert executor.max_top_logprobs is not None
+    assert executor.max_draft_entries == 0
     executor.close()
 
 
@@ -202,10 +257,10 @@ def test_a_row_that_the_device_cannot_finish_comes_as_logits(built: Built) -> No
 
 def test_an_artifact_without_sampling_kernels(built: Built) -> None:
     """One built before there were any: logits alone."""
-    plan = msgspec.structs.replace(built.plan, sample=None, score=None)
+    plan = msgspec.structs.replace(built.plan, sample=None, score=None, verify=None)
     built.artifact.file(ENGINE).write_bytes(msgspec.json.encode(plan))
     executor, _ = built.open()
-    assert executor.max_top_logprobs is None
+    assert (executor.max_top_logprobs, executor.max_draft_entries) == (None, 0)
     executor.allocate(4)
     batch = one_sequence([4, 5, 6], 0, 0)
     expected = executor.run(batch).copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,22 @@ from numpy.typing import NDArray
 from tiny_model import HashModelExecutor
 
 from runtime.executor import RowSampling, RowScores, SampledRows, StepBatch
+from runtime.executors.sampling_blocks import (
+    MAX_TOP_LOGPROBS,
+    given_block,
+    kernel_variants,
+    launches,
+    pack_rows,
+    read_rows,
+    told_block,
+    told_bytes,
+)
 from runtime.logprobs import RowLogprobs
-from runtime.sampler import Sampler
-from runtime.sampling.narrow import MAX_CANDIDATES
+from runtime.sampler import SampledToken, Sampler
 from runtime.sampling.rows import ChunkedExp
 from runtime.sampling_params import SamplingParams
+from runtime.speculation.proposer import Distribution
+from runtime.speculation.verification import accept_or_replace
 
 
 class DeviceHashModel(HashModelExecutor):
@@ -24,15 +35,17 @@ class DeviceHashModel(HashModelExecutor):
 
     Attributes:
         sampled, asked: rows that it gave a token of, and that it was asked for one of.
+        verified, hosted: drawn drafts that it was asked to verify, and rows that the host kept.
         ahead: whether a step was launched and not collected.
     """
 
     max_top_logprobs: int | None = 5
+    max_draft_entries = 4000
 
     def __init__(self, vocab_size: int = 50, **options: Any) -> None:
         super().__init__(vocab_size, **options)
         self._flight: tuple[NDArray[np.float32], RowSampling | None] | None = None
-        self.sampled = self.asked = 0
+        self.sampled = self.asked = self.verified = self.hosted = 0
 
     @property
     def ahead(self) -> bool:
@@ -52,6 +65,8 @@ class DeviceHashModel(HashModelExecutor):
         tokens, scores = self.sample_rows(logits, sampling)
         self.asked += int((sampling.temperatures >= 0).sum())
         self.sampled += int((tokens >= 0).sum())
+        self.verified += len(sampling.drafts.rows) if sampling.drafts is not None else 0
+        self.hosted += int((sampling.temperatures < 0).sum())
         logits[tokens >= 0] = np.nan
         return logits, SampledRows(tokens, scores)
 
@@ -77,7 +92,10 @@ class DeviceHashModel(HashModelExecutor):
             )  # fmt: skip
             past = [0] * int(sampling.positions[r])
             state = sampler.new_state(params, [0], int(sampling.sequences[r]), past)
-            (token,) = sampler.sample(logits[r : r + 1], [state])
+            if (q := _drawn_at(sampling, r)) is not None and np.isfinite(logits[r]).all():
+                token = SampledToken(accept_or_replace(*sampler.distribution(logits[r], state), *q, state))
+            else:
+                (token,) = sampler.sample(logits[r : r + 1], [state])
             tokens[r] = token.token_id
             if (num_top := int(sampling.num_tops[r])) >= 0 and token.error is None:
                 told = RowLogprobs(logits[r], ChunkedExp(self.vocab_size))
@@ -89,6 +107,16 @@ class DeviceHashModel(HashModelExecutor):
         return tokens, scores if width or (sampling.num_tops == 0).any() else None
 
 
+def _drawn_at(sampling: RowSampling, row: int) -> tuple[Distribution, int] | None:
+    """What the row's draft was drawn from, and the draft; None where it has none."""
+    drafts = sampling.drafts
+    if drafts is None or row not in drafts.rows:
+        return None
+    at = int(drafts.rows.searchsorted(row))
+    part = slice(*drafts.starts[at : at + 2])
+    return (drafts.ids[part].astype(np.int64), drafts.probs[part].astype(np.float64)), int(drafts.tokens[at])
+
+
 class KernelDevice(DeviceHashModel):
     """Samples by the kernels, in Triton's interpreter."""
 
@@ -97,21 +125,16 @@ class KernelDevice(DeviceHashModel):
     ) -> tuple[NDArray[np.int32], RowScores | None]:
         import torch
 
-        from plugins.sampling.torch_kernel import Draws, SamplingRows, sample, score
+        from plugins.torch_engine.sampling import SamplingKernels
 
-        given = torch.from_numpy(logits)
-        rows = (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
-        draws = (sampling.seeds.view(np.int64), sampling.sequences, sampling.positions)
-        tokens = sample(
-            given, SamplingRows(*map(torch.from_numpy, rows)), Draws(*map(torch.from_numpy, draws)),
-            most=MAX_CANDIDATES, block=512,
+        rows, told = len(logits), told_block(len(logits))
+        most = given_block(rows, rows, self.max_draft_entries).size, told.size
+        variants = {name: replace(v, constants={**v.constants, "BLOCK": 512}) for name, v in kernel_variants().items()}
+        kernels = SamplingKernels(torch.device("cpu"), variants, *most)
+        given = pack_rows(sampling, kernels.given)
+        kernels.launch(
+            torch.from_numpy(logits), given.arrays, told.arrays, launches(sampling),
+            {"size": logits.shape[1], "width": MAX_TOP_LOGPROBS}, (given.size, told_bytes(sampling)),
         )  # fmt: skip
-        if not (sampling.num_tops >= 0).any():
-            return tokens.numpy(), None
-        told = score(given, tokens, torch.from_numpy(sampling.num_tops), width=5, block=512)
-        log_sums = [peak + math.log(total or 1.0) for peak, total, _ in told.stats.tolist()]
-        scores = RowScores(
-            np.array(log_sums), told.stats.numpy()[:, 2], told.ranks.numpy(), told.top_ids.numpy(),
-            told.top_values.numpy(),
-        )  # fmt: skip
-        return tokens.numpy(), scores
+        sampled = read_rows(sampling, kernels.told)
+        return sampled.tokens, sampled.scores

@@ -4,7 +4,7 @@ plan.py      what the artifact says: segments, values between them, kernels, att
 memory.py    where each value lies, and whether it fits
 step.py      a batch as one block of bytes to upload, padded to a bucket
 calls.py     which kernels a layer launches, with which grid and arguments
-sampling.py  the kernels that sample, and what comes back of them
+sampling.py  the kernels that sample, and their launches (../sampling_blocks.py: what goes up and comes back)
 device.py    what is asked of a GPU
 cuda.py      the GPU: the driver, and TensorRT-RTX's engines
 executor.py  puts them together

@@ -13,18 +13,20 @@ from numpy.typing import NDArray
 from plugins.paged_attention.grids import copy_waves
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executors.batch_checks import check_ids
+from runtime.executors.sampling_blocks import (
+    MAX_DRAFT_ENTRIES,
+    MAX_TOP_LOGPROBS,
+    given_block,
+    pack_rows,
+    read_rows,
+    rows_left,
+    told_block,
+    told_bytes,
+)
 from runtime.executors.segments.calls import Call, Sizes, attention_calls, copy_call, kind_of
 from runtime.executors.segments.memory import aligned, plan_arena
 from runtime.executors.segments.plan import read_plan
-from runtime.executors.segments.sampling import (
-    MAX_TOP_LOGPROBS,
-    given_bytes,
-    pack_rows,
-    read_rows,
-    samples,
-    sampling_calls,
-    told_bytes,
-)
+from runtime.executors.segments.sampling import samples, sampling_calls, verifies
 from runtime.executors.segments.step import bucket_of, buckets, input_layout, is_decode, pack, pad_decode
 from runtime.kv_layout import KV_DTYPE_BITS
 from runtime.manifest import rebuild_hint
@@ -46,7 +48,7 @@ class SegmentExecutor:
         load_source: always "segments".
         load_seconds: what loading took.
         graphs: captured decode steps by (bucket, kind of attention).
-        max_top_logprobs: see `DeviceExecutor`.
+        max_top_logprobs, max_draft_entries: see `DeviceExecutor`.
     """
 
     load_source = "segments"
@@ -81,12 +83,15 @@ class SegmentExecutor:
         scratch = max(aligned(segment.scratch_bytes()) for segment in self._segments)
         pairs = aligned(8 * _MAX_COPIES)
         self.max_top_logprobs: int | None = MAX_TOP_LOGPROBS if samples(plan) else None
+        self.max_draft_entries = MAX_DRAFT_ENTRIES if verifies(plan) else 0
         sampled = tokens if self.max_top_logprobs is not None else 0
+        drafts = (tokens, MAX_DRAFT_ENTRIES) if self.max_draft_entries else ()
+        given, told = given_block(sampled, *drafts).size, told_block(sampled).size
         self._memory: list[int] = []
         self._pool: list[int] = []
         regions = {"arena": arena.size, "partial": sums, "partial_stats": stats, "scratch": scratch}
         regions |= {"inputs": self._inputs.size, "pairs": pairs}
-        regions |= {"given": aligned(given_bytes(sampled)), "told": aligned(told_bytes(sampled))}
+        regions |= {"given": aligned(given), "told": aligned(told)}
         base = self._allocate(sum(regions.values()), self._memory, "the values between segments")
         self._addresses: dict[str, int] = {}
         for name, size in regions.items():
@@ -96,7 +101,7 @@ class SegmentExecutor:
         self._addresses |= {name: self._addresses["inputs"] + o for name, o in self._inputs.offsets.items()}
         self._staging = device.host(self._inputs.size)
         self._pairs = device.host(pairs)
-        self._given, self._told = device.host(given_bytes(sampled)), device.host(told_bytes(sampled))
+        self._given, self._told = device.host(given), device.host(told)
         self._logits = device.host(4 * tokens * self.vocab_size)
         self.graphs: dict[tuple[int, str], Graph | None] = {}
         self._num_blocks = 0
@@ -210,13 +215,12 @@ class SegmentExecutor:
         if sampling is None:
             self._fetch(device, np.arange(rows))
             return
-        size = pack_rows(sampling, self._given)
-        places = self._addresses["logits"], self._addresses["given"], self._addresses["told"]
-        device.upload(places[1], self._given[:size])
-        calls, size = sampling_calls(self.plan, sampling, *places, self.vocab_size)
-        for call in calls:
+        block = pack_rows(sampling, self._given)
+        logits, given, told = (self._addresses[name] for name in ("logits", "given", "told"))
+        device.upload(given, self._given[: block.size])
+        for call in sampling_calls(self.plan, sampling, block, logits, given, told, self.vocab_size):
             self._launch(device, call)
-        device.download(self._told[:size], places[2])
+        device.download(self._told[: told_bytes(sampling)], told)
         self._fetch(device, np.flatnonzero(sampling.temperatures < 0))
 
     def collect(self) -> tuple[NDArray[np.float32], SampledRows | None]:
@@ -227,7 +231,7 @@ class SegmentExecutor:
         sampled = None
         if sampling is not None:
             sampled = read_rows(sampling, self._told)
-            left = np.flatnonzero((sampled.tokens < 0) & (sampling.temperatures >= 0))
+            left = rows_left(sampling, sampled)
             if left.size:
                 self._fetch(device, left)
                 device.synchronize()

@@ -94,9 +94,11 @@ class SegmentPlan(msgspec.Struct, frozen=True):
     attentions: tuple[Attention, ...]
     kernels: dict[str, Kernel]
     copies: dict[str, str]  # bytes of a word -> the kernel that copies blocks in such words
-    # Kernels that sample and that tell log probabilities; None in an artifact of before there were such.
+    # Kernels that sample, tell log probabilities, and verify drafts that were drawn at random; None in an artifact of
+    # before there were such.
     sample: str | None = None
     score: str | None = None
+    verify: str | None = None
 
     @property
     def split_elements(self) -> tuple[int, int]:
