@@ -216,9 +216,14 @@ class TorchEngine:
         """Logits f32 [R, vocab_size] for the graph inputs `feeds` (by name, the caches left out)."""
         return self.run_all(feeds)[self.output_names[0]]
 
-    @torch.inference_mode()
     def run_all(self, feeds: Mapping[str, NDArray]) -> dict[str, NDArray]:
         """Every output of the graph by its name, floats as f32."""
+        outputs = self.compute(feeds)
+        return {n: (v.float() if v.is_floating_point() else v).cpu().numpy() for n, v in outputs.items()}
+
+    @torch.inference_mode()
+    def compute(self, feeds: Mapping[str, NDArray]) -> dict[str, Tensor]:
+        """The same, where and as the device computes it, which may not be done."""
         values: dict[str, Tensor] = {}
         for name in self.input_names:
             if not name.startswith(_CACHES):
@@ -227,8 +232,7 @@ class TorchEngine:
                 if tensor.is_floating_point():
                     tensor = tensor.to(self._compute)
                 values[name] = tensor if name == "max_context_len" else tensor.to(self.device)
-        outputs = self.evaluate(values, {})
-        return {n: (v.float() if v.is_floating_point() else v).cpu().numpy() for n, v in outputs.items()}
+        return self.evaluate(values, {})
 
     def evaluate(self, inputs: Mapping[str, Tensor], placed: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every output of the graph by its name, as it lies on the device.

@@ -100,8 +100,9 @@ class DecodeGraphs:
         return [key for key, made in self._made.items() if made.replay is not None]
 
     @torch.inference_mode()
-    def run(self, feeds: Mapping[str, NDArray]) -> NDArray[np.float32]:
-        """Logits f32 [sequences, vocab_size] of a decode step, each of whose sequences has one token and wants logits.
+    def run(self, feeds: Mapping[str, NDArray]) -> Tensor:
+        """Logits [sequences, vocab_size], on the device, of a decode step, each of whose sequences has one token and
+        wants logits. The next step overwrites them.
 
         The first step of a kind runs launch by launch (kernels compile, libraries prepare themselves), those after it
         by its graph.
@@ -116,8 +117,7 @@ class DecodeGraphs:
             lengths["block_ids"] = (sequences * self._max_blocks, feeds["block_ids"].dtype)
             made = _Made(StaticInputs(lengths, self._engine.device), torch.tensor(context, dtype=torch.int32))
             made.inputs.fill(feeds)
-            results = self._step(made)
-            logits = self._logits(results)
+            logits = self._logits(self._step(made))
             captured = self._capture(lambda: self._step(made))
             if captured is not None:
                 made.results, made.replay = captured
@@ -133,5 +133,5 @@ class DecodeGraphs:
     def _step(self, made: _Made) -> Results:
         return self._engine.evaluate(made.inputs.tensors | {"max_context_len": made.context}, made.placed)
 
-    def _logits(self, results: Results) -> NDArray[np.float32]:
-        return results[self._engine.output_names[0]].float().cpu().numpy()
+    def _logits(self, results: Results) -> Tensor:
+        return results[self._engine.output_names[0]]

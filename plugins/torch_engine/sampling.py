@@ -28,7 +28,7 @@ class SamplingKernels:
 
     def __init__(self, device: torch.device, variants: Mapping[str, Variant], given_bytes: int, told_bytes: int):
         """`variants`: the kernels by name. The sizes: of the largest step."""
-        self._variants = variants
+        self._variants, self._device = variants, device
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in (given_bytes, told_bytes)]
         self._devices = [torch.zeros(n, dtype=torch.uint8, device=device) for n in (given_bytes, told_bytes)]
@@ -62,3 +62,16 @@ class SamplingKernels:
             taken = {n: values[n] for n in variant.kernel.arg_names if n not in variant.constants}
             variant.kernel[(programs,)](**taken, **variant.constants, num_warps=variant.num_warps)
         told_host[:down].copy_(told_device[:down], non_blocking=True)
+
+    def wait(self) -> None:
+        """Until the device is done, and `told` is there."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+@torch.inference_mode()
+def fetch_rows(logits: Tensor, rows: NDArray[np.int64], target: NDArray[np.float32]) -> None:
+    """Copy these rows of `logits` [R, V] to the same places of `target` f32 [R, V]."""
+    if len(rows):
+        index = torch.from_numpy(rows).to(logits.device)
+        target[rows] = logits.index_select(0, index).float().cpu().numpy()

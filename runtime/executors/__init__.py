@@ -24,9 +24,11 @@ def open_executor(artifact: Artifact, *, num_threads: int | None = None) -> Exec
 
         return OpenVINOExecutor(artifact, num_threads=num_threads)
     if name == "torch":
-        from runtime.executors.torch import TorchExecutor
+        from runtime.executors.torch import TorchDeviceExecutor, TorchExecutor
 
-        return TorchExecutor(artifact, num_threads=num_threads)
+        # Interpreted kernels sample far more slowly than the host does.
+        on_gpu = artifact.manifest.backend.device == "CUDA"
+        return (TorchDeviceExecutor if on_gpu else TorchExecutor)(artifact, num_threads=num_threads)
     if name.startswith("tensorrt") and artifact.manifest.backend.properties.get("weights") == "stripped":
         raise ArtifactError(
             f"{artifact.path}: its engines were built without weights; put them in: plancast refit {artifact.path}"

@@ -10,15 +10,27 @@ from numpy.typing import NDArray
 
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executors.batch_checks import check_ids
+from runtime.executors.sampling_blocks import (
+    MAX_DRAFT_ENTRIES,
+    MAX_TOP_LOGPROBS,
+    given_block,
+    kernel_variants,
+    launches,
+    pack_rows,
+    read_rows,
+    rows_left,
+    told_block,
+    told_bytes,
+)
 from runtime.executors.segments.step import bucket_of, buckets, is_decode, pad_decode
 from runtime.manifest import rebuild_hint
 from runtime.memory import available_memory, format_size
 
 if TYPE_CHECKING:
     from plugins.torch_engine.engine import TorchEngine
-    from plugins.torch_engine.graphs import Capture, DecodeGraphs
+    from plugins.torch_engine.graphs import Capture, DecodeGraphs, Tensor
     from runtime.artifact import Artifact
-    from runtime.executor import StepBatch
+    from runtime.executor import RowSampling, SampledRows, StepBatch
     from runtime.kv_layout import KvLayout
 
 
@@ -122,13 +134,17 @@ class TorchExecutor:
             PlancastError: nothing is allocated.
             ValueError: a block or token id out of range, which a device would not notice before it reads elsewhere.
         """
+        return self._compute(batch).float().cpu().numpy()
+
+    def _compute(self, batch: StepBatch) -> Tensor:
+        """The logits of a step [R, vocab_size], on the device, which may still compute them. Raises what `run` does."""
         engine = self._allocated()
         check_ids(batch, self.num_blocks, self.vocab_size)
         if batch.copies:
             engine.copy_blocks(batch.copies)
         count = len(batch.past_lens)
         if self.graphs is None or not is_decode(batch) or count > self._buckets[-1]:
-            return engine.run(_feeds(batch))
+            return engine.compute(_feeds(batch))[engine.output_names[0]]
         padded = pad_decode(batch, bucket_of(count, self._buckets), self.num_blocks)
         return self.graphs.run(_feeds(padded))[:count]
 
@@ -160,6 +176,72 @@ class TorchExecutor:
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, not {block_id}")
         return engine
+
+
+class TorchDeviceExecutor(TorchExecutor):
+    """The same as a `DeviceExecutor`: steps run beside the host, and the Triton kernels sample their rows.
+
+    For a GPU. On a CPU, where the kernels are interpreted (TRITON_INTERPRET=1), a launch returns when its step is done.
+    """
+
+    def __init__(self, artifact: Artifact, num_threads: int | None = None, capture: Capture | None = None):
+        """See `TorchExecutor`; triton missing is an `ArtifactError`, too."""
+        super().__init__(artifact, num_threads, capture)
+        try:
+            from plugins.torch_engine.sampling import SamplingKernels
+
+            variants = kernel_variants()
+        except ImportError as error:
+            raise ArtifactError(
+                f"{artifact.path}: it samples by Triton kernels, and {error.name} is not installed; pip install "
+                "'plancast[triton]'"
+            ) from None
+        self.max_top_logprobs: int | None = MAX_TOP_LOGPROBS
+        self.max_draft_entries = MAX_DRAFT_ENTRIES
+        rows = artifact.manifest.limits.max_num_batched_tokens
+        most = given_block(rows, rows, MAX_DRAFT_ENTRIES).size, told_block(rows).size
+        self._kernels: SamplingKernels | None = SamplingKernels(self._open().device, variants, *most)
+        self._flight: tuple[Tensor, RowSampling | None] | None = None
+
+    def launch(self, batch: StepBatch, sampling: RowSampling | None = None) -> None:
+        """Begin a step; see `DeviceExecutor`. Raises what `run` raises."""
+        logits = self._compute(batch)
+        if not len(batch.logits_rows):
+            sampling = None
+        self._flight = logits, sampling
+        if sampling is None:
+            return
+        assert self._kernels is not None, "an executor that is open"
+        given, told = pack_rows(sampling, self._kernels.given), told_block(len(logits))
+        numbers = {"size": self.vocab_size, "width": MAX_TOP_LOGPROBS}
+        sizes = given.size, told_bytes(sampling)
+        self._kernels.launch(logits, given.arrays, told.arrays, launches(sampling), numbers, sizes)
+
+    def collect(self) -> tuple[NDArray[np.float32], SampledRows | None]:
+        """What the step brought; see `DeviceExecutor`."""
+        assert self._flight is not None, "a step was launched"
+        (logits, sampling), self._flight = self._flight, None
+        if sampling is None:
+            return logits.float().cpu().numpy(), None
+        from plugins.torch_engine.sampling import fetch_rows
+
+        assert self._kernels is not None, "an executor that is open"
+        self._kernels.wait()
+        sampled = read_rows(sampling, self._kernels.told)
+        fetched = np.empty((len(logits), self.vocab_size), np.float32)
+        hosted = np.flatnonzero(sampling.temperatures < 0)
+        fetch_rows(logits, np.union1d(hosted, rows_left(sampling, sampled)), fetched)
+        return fetched, sampled
+
+    def run(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Run one step and wait for it; see `Executor.run`. Raises what `TorchExecutor.run` does."""
+        self.launch(batch)
+        return self.collect()[0]
+
+    def close(self) -> None:
+        """Free the engine, the cache and the buffers. Idempotent."""
+        self._kernels = self._flight = None
+        super().close()
 
 
 def _feeds(batch: StepBatch) -> dict[str, NDArray]:
