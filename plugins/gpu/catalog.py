@@ -65,7 +65,7 @@ def _small() -> Iterator[Variant]:
     from plugins.norm.kernel import rms_norm
     from plugins.rope.kernel import rope
 
-    rows: dict[str, str] = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "y": "*bf16"}
+    rows: dict[str, str] = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "y": "*bf16", "summed": "*bf16"}
     norm = {"EPSILON": 1e-5, "WIDTH": 4096, "RESIDUAL": True, "BLOCK": 4096}
     yield Variant("rms_norm + residual", rms_norm, rows, norm)
     types = {"x": "*bf16", "y": "*bf16", "cos": "*fp32", "sin": "*fp32", "positions": "*i64"}

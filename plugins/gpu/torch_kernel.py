@@ -14,14 +14,21 @@ _DEFAULT_BLOCK_K = 128
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    residual: torch.Tensor | None = None,
+    *,
+    summed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMS normalization of the rows of `x` [T, width]; with `residual` [T, width], of the sum, which replaces it."""
+    """RMS normalization of the rows of `x` [T, width]; with `residual` [T, width], of the sum, which goes to `summed`
+    (default: in the residual's place)."""
     y = torch.empty_like(x)
     if len(x):
         width = x.shape[1]
         norm_kernel[(len(x),)](
-            x, x if residual is None else residual, weight, y, EPSILON=epsilon, WIDTH=width,
+            x, x if residual is None else residual, weight, y, x if residual is None else residual if summed is None
+            else summed, EPSILON=epsilon, WIDTH=width,
             RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
     return y

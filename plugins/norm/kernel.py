@@ -9,9 +9,10 @@ import triton.language as tl
 @triton.jit
 def rms_norm(
     x,  # [T, WIDTH]
-    residual,  # [T, WIDTH]; becomes x + residual, where RESIDUAL
+    residual,  # [T, WIDTH]; unused unless RESIDUAL
     weight,  # [WIDTH]
     y,  # [T, WIDTH]
+    summed,  # [T, WIDTH], which may be `residual`: x + residual, where RESIDUAL
     EPSILON: tl.constexpr,
     WIDTH: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -25,7 +26,7 @@ def rms_norm(
     if RESIDUAL:
         before = tl.load(residual + offset + d, mask=inside, other=0.0)
         h = (h.to(tl.float32) + before.to(tl.float32)).to(before.dtype)
-        tl.store(residual + offset + d, h, mask=inside)
+        tl.store(summed + offset + d, h, mask=inside)
     h = h.to(tl.float32)
     factor = tl.rsqrt(tl.sum(h * h, 0) / WIDTH + EPSILON)
     w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,16 @@ class Layer:
         return key_memory.unflatten(1, (heads, -1)), value_memory.unflatten(1, (heads, -1))
 
 
+class Turn(NamedTuple):
+    """Rotary embedding of queries and keys on the way: angles [rows, rotary / 2], of each token the row, and how."""
+
+    cos: Tensor
+    sin: Tensor
+    rows: Tensor
+    rotary: int
+    interleaved: bool
+
+
 def attend_by_reference(
     layer: Layer, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor], tables: list[Tensor],
     max_context_len: int, sinks: Tensor | None, alibi_slopes: Tensor | None,
@@ -62,9 +72,9 @@ def attend_by_reference(
 
 def attend_by_kernels(
     layer: Layer, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor], tables: list[Tensor],
-    max_context_len: int, sinks: Tensor | None, alibi_slopes: Tensor | None,
+    max_context_len: int, sinks: Tensor | None, alibi_slopes: Tensor | None, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
-    """By the Triton kernels: on a GPU, or interpreted on a CPU (TRITON_INTERPRET=1)."""
+    """By the Triton kernels: on a GPU, or interpreted on a CPU (TRITON_INTERPRET=1). With `turn`, no `kv.rotate`."""
     from plugins.paged_attention import torch_kernel
 
     native = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 9)
@@ -75,8 +85,17 @@ def attend_by_kernels(
         query, key = (rotated(x, layer.attributes["head_size"]) for x in (query, key))
     if layer.rotate in ("value", "both"):
         value = rotated(value, layer.attributes["v_head_size"])
-    torch_kernel.write(shape, key.contiguous(), value.contiguous(), *pages, *tables)
-    result = torch_kernel.attention(shape, query.contiguous(), *pages, *tables, max_context_len, sinks, alibi_slopes)
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if turn is None:
+        torch_kernel.write(shape, key, value, *pages, *tables)
+    else:
+        turned = torch_kernel.write(
+            shape, key, value, *pages, *tables, query=query, cos=turn.cos, sin=turn.sin, positions=turn.rows,
+            rotary=turn.rotary, interleaved=turn.interleaved,
+        )  # fmt: skip
+        assert turned is not None
+        query = turned
+    result = torch_kernel.attention(shape, query, *pages, *tables, max_context_len, sinks, alibi_slopes)
     return rotated(result, layer.attributes["v_head_size"]) if layer.rotate in ("value", "both") else result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from plugins.paged_attention.op import INPUTS, OP_TYPE
 from plugins.rope.angles import angle_nodes, cast_uses, used_only_by
-from plugins.torch_engine.attention import Layer, attend_by_kernels, attend_by_reference, splits_of
+from plugins.torch_engine.attention import Layer, Turn, attend_by_kernels, attend_by_reference, splits_of
+from plugins.torch_engine.fused import Rotary, Step, fuse
 from plugins.torch_engine.ops import HANDLERS, HOST_ARGUMENTS
 
 COMPUTE = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -24,18 +25,11 @@ KERNELS = ("reference", "triton")
 _CACHES = ("key_cache.", "value_cache.")
 _SMALL = 64  # elements: shapes and scalars, which stay on the CPU
 _TABLES = INPUTS[5:9]
+_ROWS = "plancast.rows"  # among the values that are placed once
 
 
 class UnsupportedOperatorError(ValueError):
     """The graph has an operator that this engine does not know; the message names it."""
-
-
-class _Step(NamedTuple):
-    op_type: str
-    attributes: dict[str, Any]
-    inputs: list[str | None]
-    outputs: list[str]
-    free: list[str]  # values that nobody needs afterwards
 
 
 def unsupported(model: ir.Model) -> list[str]:
@@ -89,7 +83,7 @@ class TorchEngine:
         self.input_names = [value.name or "" for value in model.graph.inputs]
         self._constants: dict[str, Tensor] = {}
         self._placed: dict[str, Tensor] = {}  # small ones once more, on the device
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._layers: list[Layer] = []
         self._read(model)
         self.output_names = [value.name or "" for value in model.graph.outputs]
@@ -128,15 +122,18 @@ class TorchEngine:
                 self._layers.append(attributes["layer"])
             else:
                 attributes["compute"] = torch.float32 if wide else self._compute
-            step = _Step(node.op_type, attributes, inputs, outputs, [])
+            step = Step(node.op_type, attributes, inputs, outputs, [])
             if node.op_type != OP_TYPE and all(name is None or name in self._constants for name in inputs):
                 self._constants.update(zip(outputs, self._apply(step, self._constants, {}), strict=False))
                 continue
             steps.append(step)
         self._layers.sort(key=lambda layer: layer.index)
-        self._keep_needed(steps, {value.name or "" for value in model.graph.outputs})
+        outputs = {value.name or "" for value in model.graph.outputs}
+        if self._kernels == "triton":
+            steps = fuse(steps, self._constants, outputs)
+        self._keep_needed(steps, outputs)
 
-    def _keep_needed(self, steps: list[_Step], outputs: set[str]) -> None:
+    def _keep_needed(self, steps: list[Step], outputs: set[str]) -> None:
         """Note where each value is used last, and drop constants that were only needed to compute others."""
         seen = set(outputs)
         used = {name for step in steps for name in step.inputs if name is not None} | outputs
@@ -259,9 +256,9 @@ class TorchEngine:
         """How many steps of each kind a run takes."""
         return Counter(step.op_type for step in self._steps)
 
-    def _apply(self, step: _Step, values: Mapping[str, Tensor], placed: dict[str, Tensor]) -> Sequence[Tensor]:
+    def _apply(self, step: Step, values: Mapping[str, Tensor], placed: dict[str, Tensor]) -> Sequence[Tensor]:
         if step.op_type == OP_TYPE:
-            return [self._attention(step, values)]
+            return [self._attention(step, values, placed)]
         inputs = [None if name is None else values[name] for name in step.inputs]
         device = next((value.device for value in inputs if value is not None and value.device.type != "cpu"), None)
         if device is not None:
@@ -275,13 +272,21 @@ class TorchEngine:
         result = HANDLERS[step.op_type](step.attributes, *inputs)
         return result if isinstance(result, tuple) else [result]
 
-    def _attention(self, step: _Step, values: Mapping[str, Tensor]) -> Tensor:
+    def _attention(self, step: Step, values: Mapping[str, Tensor], placed: dict[str, Tensor]) -> Tensor:
         layer: Layer = step.attributes["layer"]
         named = dict(zip(INPUTS, step.inputs, strict=False))
         given = {k: values[v] for k, v in named.items() if v is not None and not v.startswith(_CACHES)}
         index = 2 * self._layers.index(layer)
         pages = layer.pages(self._caches[index], self._caches[index + 1])
+        rotary: Rotary | None = step.attributes.get("rope")
+        turn = {}
+        if rotary is not None:
+            rows = len(given["query"])
+            if _ROWS not in placed:  # the angles are those of the step's own rows
+                placed[_ROWS] = torch.arange(rows, device=self.device)
+            cos, sin = (values[name].reshape(rows, -1).contiguous() for name in (rotary.cos, rotary.sin))
+            turn["turn"] = Turn(cos, sin, placed[_ROWS], rotary.rotary, rotary.interleaved)
         return self._attend(
             layer, given["query"], given["key"], given["value"], pages, [given[name] for name in _TABLES],
-            int(given["max_context_len"]), given.get("sinks"), given.get("alibi_slopes"),
+            int(given["max_context_len"]), given.get("sinks"), given.get("alibi_slopes"), **turn,
         )  # fmt: skip

@@ -36,6 +36,12 @@ def test_rms_norm(dtype, with_residual):
     torch.testing.assert_close(mine, h if with_residual else residual, **bounds)
     assert y.dtype == dtype
     torch.testing.assert_close(y.float(), expected, rtol=2 * bounds["rtol"], atol=2 * bounds["atol"])
+    if with_residual:  # the sum elsewhere, and the residual as it was
+        before, summed = residual.clone(), torch.empty_like(x)
+        again = torch_kernel.rms_norm(x, weight, 1e-5, before, summed=summed)
+        assert torch.equal(again, y)
+        assert torch.equal(summed, mine)
+        assert torch.equal(before, residual)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
