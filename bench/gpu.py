@@ -1,7 +1,7 @@
 """`python -m bench.gpu`: the Triton kernels on an NVIDIA GPU, against its bandwidth and against torch; a table, last.
 
-Every row checks its kernel before it times it: errors against an f32 computation on random inputs, within the format's
-bound. Times are medians of CUDA events after a warm-up, with the L2 cache flushed before each.
+Kernels are checked before they are timed: errors against a computation in f32, or NumPy's, on random inputs, within the
+format's bound. Times are medians of CUDA events after a warm-up, with the L2 cache flushed before each.
 """
 
 # pyright: reportCallIssue=false
@@ -16,15 +16,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.gpu_sizes import FULL, QUICK, Sizes
+
 if TYPE_CHECKING:
     import torch
+
+    from plugins.torch_engine.graphs import Capture
 
 _FLUSH_BYTES = 256 << 20  # more than any L2 cache
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `ok` None: no goal."""
+    """One line of the table. `ok`: whether the goal was reached; None: there is none, or sizes are too small to say."""
 
     name: str
     value: str
@@ -35,11 +39,29 @@ class Row:
 
 @dataclass
 class Machine:
-    """What is measured first: the copy bandwidth in bytes a second (read and written), and how to time."""
+    """What is measured on, at which sizes; first of all its copy bandwidth in bytes a second (read and written)."""
 
     device: Any
     bandwidth: float
     runs: int
+    sizes: Sizes
+    dense: str = "bf16"  # what is computed in, and the format of KV caches that are not quantized
+
+    @property
+    def dtype(self) -> torch.dtype:
+        from plugins.torch_engine.engine import COMPUTE
+
+        return COMPUTE[self.dense]
+
+    def capture(self) -> Capture:
+        """What records a step to replay it: CUDA graphs."""
+        from plugins.torch_engine.graphs import CudaCapture
+
+        return CudaCapture()
+
+    def reached(self, good: bool) -> bool | None:
+        """Whether a goal of speed was reached; None at sizes that say nothing of it."""
+        return good if self.sizes.measures_speed else None
 
     def seconds(self, call: Callable[[], object]) -> float:
         """The median time of `call` in seconds, its L2 cache cold."""
@@ -112,8 +134,8 @@ def missing_gpu() -> str | None:
 
 def table(rows: list[Row]) -> str:
     """The rows as text, columns aligned."""
-    lines = [("measurement", "value", "goal", "", "note")]
-    lines += [(r.name, r.value, r.goal, {True: "met", False: "MISSED", None: ""}[r.ok], r.note) for r in rows]
+    lines = [("measurement", "value", "goal", "reached", "note")]
+    lines += [(r.name, r.value, r.goal, {True: "yes", False: "NO", None: ""}[r.ok], r.note) for r in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
@@ -123,17 +145,18 @@ def _run(chosen: list[str], options: argparse.Namespace) -> Iterator[Row]:
     import triton
 
     device = torch.device("cuda")
-    torch.manual_seed(0)
     properties = torch.cuda.get_device_properties(device)
-    machine = Machine(device, 0.0, options.runs)
-    machine.bandwidth = copy_bandwidth(machine, 1 << (28 if options.quick else 31))
+    machine = Machine(device, 0.0, options.runs, QUICK if options.quick else FULL)
+    machine.bandwidth = copy_bandwidth(machine, machine.sizes.copied)
     versions = f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}"
     yield Row("device", properties.name, note=f"{versions}, {time.strftime('%Y-%m-%d')}")
-    yield Row("copy bandwidth", f"{machine.bandwidth / 1e9:.0f} GB/s", note="read + write of 2 GiB")
+    note = f"read + write of {machine.sizes.copied >> 20} MiB"
+    yield Row("copy bandwidth", f"{machine.bandwidth / 1e9:.0f} GB/s", note=note)
     for name in chosen:
         print(f"{name} ...", file=sys.stderr, flush=True)
+        torch.manual_seed(0)
         try:
-            yield from MEASUREMENTS[name](machine, options.quick)
+            yield from MEASUREMENTS[name](machine)
         except Exception as error:  # one broken kernel must not hide the others
             yield Row(name, "FAILED", ok=False, note=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
         torch.cuda.empty_cache()
@@ -212,13 +235,14 @@ def make_decode(
     return Decode(shape, query, (caches[0], caches[1]), tables, (keys, values), context)
 
 
-def exact_attention(decode: Decode) -> torch.Tensor:
-    """Attention in f32 over the dense keys and values: [B, Hq * D]."""
+def exact_attention(decode: Decode, sequences: int = 4) -> torch.Tensor:
+    """Attention in f32 over the dense keys and values of the first `sequences` (in f32 all would be large):
+    [sequences, Hq * D]."""
     import torch
 
     assert decode.dense is not None
-    keys, values = (x.float().transpose(1, 2) for x in decode.dense)
-    query = decode.query.float().unflatten(-1, (decode.shape.num_heads, -1))[:, :, None]
+    keys, values = (x[:sequences].float().transpose(1, 2) for x in decode.dense)
+    query = decode.query[:sequences].float().unflatten(-1, (decode.shape.num_heads, -1))[:, :, None]
     out = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, scale=decode.shape.scale, enable_gqa=True
     )
@@ -229,87 +253,99 @@ def exact_attention(decode: Decode) -> torch.Tensor:
 _BOUNDS = {"bf16": 0.03, "int8": 0.05, "fp8_e4m3": 0.2, "int4": 0.6}
 
 
-def measure_decode(machine: Machine, quick: bool) -> Iterator[Row]:
+def measure_decode(machine: Machine) -> Iterator[Row]:
     """decode attention by KV format: share of the bandwidth, speed against bf16, errors"""
-    sequences, context = (4, 512) if quick else (64, 8192)
+    sizes = machine.sizes
     times: dict[str, float] = {}
-    for kind, goal in (("bf16", 0.85), ("int8", 1.6), ("fp8_e4m3", 1.8), ("int4", 3.0)):
-        check = make_decode(machine.device, kind, 4, 1000)
+    for kind, goal in ((machine.dense, 0.85), ("int8", 1.6), ("fp8_e4m3", 1.8), ("int4", 3.0)):
+        check = make_decode(machine.device, kind, *sizes.checked, *sizes.heads, machine.dtype)
         exact = exact_attention(check)
         error = float((check.run().float() - exact).abs().max() / exact.std())
-        yield Row(
-            f"decode {kind} error", f"{error:.4f}", f"<= {_BOUNDS[kind]}", error <= _BOUNDS[kind], "of a deviation"
-        )
-        decode = make_decode(machine.device, kind, sequences, context)
+        bound = _BOUNDS.get(kind, _BOUNDS["bf16"])
+        yield Row(f"decode {kind} error", f"{error:.4f}", f"<= {bound}", error <= bound, "of a deviation")
+        decode = make_decode(machine.device, kind, *sizes.decode, *sizes.heads, machine.dtype)
         decode.dense = None
         times[kind] = machine.seconds(decode.run)
         share = decode.bytes / times[kind] / machine.bandwidth
-        what = f"{sequences} x {context}, {times[kind] * 1e6:.0f} us, {share:.0%} of the copy bandwidth"
-        if kind == "bf16":
-            yield Row("decode bf16", f"{share:.1%}", f">= {goal:.0%}", share >= goal or quick, what)
+        what = "{} x {}".format(*sizes.decode) + f", {times[kind] * 1e6:.0f} us, {share:.0%} of the copy bandwidth"
+        if kind == machine.dense:
+            yield Row(f"decode {kind}", f"{share:.1%}", f">= {goal:.0%}", machine.reached(share >= goal), what)
         else:
-            ratio = times["bf16"] / times[kind]
-            yield Row(f"decode {kind}", f"{ratio:.2f} x bf16", f">= {goal}", ratio >= goal or quick, what)
+            ratio = times[machine.dense] / times[kind]
+            good = machine.reached(ratio >= goal)
+            yield Row(f"decode {kind}", f"{ratio:.2f} x {machine.dense}", f">= {goal}", good, what)
 
 
-def measure_torch(machine: Machine, quick: bool) -> Iterator[Row]:
-    """decode attention against torch's SDPA over gathered keys and values"""
+def measure_torch(machine: Machine) -> Iterator[Row]:
+    """decode attention against torch's SDPA and FlexAttention over gathered keys and values"""
     import torch
+    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    decode = make_decode(machine.device, "bf16", *((4, 512) if quick else (64, 8192)))
+    decode = make_decode(machine.device, machine.dense, *machine.sizes.decode, *machine.sizes.heads, machine.dtype)
+    exact = exact_attention(decode)
+    decode.dense = None
     shape = decode.shape
-    pages = [cache.view(torch.bfloat16).unflatten(-1, (shape.block_size, -1)) for cache in decode.caches]
+    pages = [cache.view(machine.dtype).unflatten(-1, (shape.block_size, -1)) for cache in decode.caches]
     ids = decode.tables[2].long().reshape(len(decode.query), -1)
     query = decode.query.unflatten(-1, (shape.num_heads, -1))[:, :, None]
+    flex = torch.compile(flex_attention, dynamic=False) if machine.device.type == "cuda" else flex_attention
 
-    def gathered() -> torch.Tensor:
-        keys, values = (page[ids].transpose(1, 2).flatten(2, 3) for page in pages)
-        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=shape.scale, enable_gqa=True)
+    def gathered(attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        # The last block is not full unless the context is a multiple of the block.
+        keys, values = (page[ids].transpose(1, 2).flatten(2, 3)[:, :, : decode.context] for page in pages)
+        return attend(query, keys, values, scale=shape.scale, enable_gqa=True)
 
-    ours, theirs = machine.seconds(decode.run), machine.seconds(gathered)
-    ratio = theirs / ours
-    note = f"{ours * 1e6:.0f} us against {theirs * 1e6:.0f} us"
-    yield Row("decode against SDPA", f"{ratio:.2f} x", ">= 1.5", ratio >= 1.5 or quick, note)
+    ours = machine.seconds(decode.run)
+    for name, attend in (("SDPA", sdpa), ("FlexAttention", flex)):
+        error = float((gathered(attend).flatten(1)[: len(exact)].float() - exact).abs().max() / exact.std())
+        theirs = machine.seconds(lambda attend=attend: gathered(attend))
+        ratio = theirs / ours
+        good = machine.reached(ratio >= 1.5) if error <= _BOUNDS["bf16"] else False
+        note = f"{ours * 1e6:.0f} us against {theirs * 1e6:.0f} us, whose error is {error:.4f} of a deviation"
+        yield Row(f"decode against {name}", f"{ratio:.2f} x", ">= 1.5", good, note)
 
 
-def measure_prefill(machine: Machine, quick: bool) -> Iterator[Row]:
+def measure_prefill(machine: Machine) -> Iterator[Row]:
     """prefill of long prompts: TFLOP/s of causal attention"""
     import torch
 
     from plugins.paged_attention.torch_kernel import attention
 
-    decode = make_decode(machine.device, "bf16", *((2, 256) if quick else (4, 8192)))
+    decode = make_decode(machine.device, machine.dense, *machine.sizes.prefill, *machine.sizes.heads, machine.dtype)
     shape, B, S = decode.shape, len(decode.query), decode.context
-    query = torch.randn(B * S, shape.num_heads * shape.head_size, dtype=torch.bfloat16, device=machine.device)
+    query = torch.randn(B * S, shape.num_heads * shape.head_size, dtype=machine.dtype, device=machine.device)
     starts = torch.arange(B + 1, dtype=torch.int32, device=machine.device) * S
     tables = [torch.zeros_like(decode.tables[0]), starts, *decode.tables[2:]]
     seconds = machine.seconds(lambda: attention(shape, query, *decode.caches, *tables, S, splits=1))
     rate = 2 * 2 * B * shape.num_heads * shape.head_size * S * S / 2 / seconds
-    yield Row("prefill bf16", f"{rate / 1e12:.0f} TFLOP/s", note=f"{B} x {S} tokens, {seconds * 1e3:.2f} ms")
+    yield Row(
+        f"prefill {machine.dense}", f"{rate / 1e12:.0f} TFLOP/s", note=f"{B} x {S} tokens, {seconds * 1e3:.2f} ms"
+    )
 
 
 # Products ---------------------------------------------------------------------------------------------------------
 
 
-def measure_products(machine: Machine, quick: bool) -> Iterator[Row]:
+def measure_products(machine: Machine) -> Iterator[Row]:
     """weight-only products of 1 to 16 rows: share of the bandwidth, errors"""
     import torch
 
     from plugins.gpu.torch_kernel import weight_only
 
-    N, K, group = (1024, 1024, 128) if quick else (28672, 4096, 128)
-    new = {"device": machine.device}
+    N, K, group = machine.sizes.product
+    new: Any = {"device": machine.device}
     codes = torch.randint(-8, 8, (N, K), **new)
     packed = ((codes[:, ::2] & 15) | ((codes[:, 1::2] & 15) << 4)).to(torch.uint8)
     scales = torch.rand(N, K // group, dtype=torch.float16, **new) * 0.01 + 0.001
     weight = codes.float() * scales.float().repeat_interleave(group, 1)
     for rows in (1, 4, 16):
-        x = torch.randn(rows, K, dtype=torch.bfloat16, **new)
+        x = torch.randn(rows, K, dtype=machine.dtype, **new)
         exact = x.float() @ weight.T
         error = float((weight_only(x, packed, scales, "int4").float() - exact).abs().max() / exact.std())
         seconds = machine.seconds(lambda x=x: weight_only(x, packed, scales, "int4"))
         share = (packed.numel() + 2 * scales.numel()) / seconds / machine.bandwidth
-        good = (share >= 0.75 or quick) and error < 0.05
+        good = machine.reached(share >= 0.75) if error < 0.05 else False
         note = f"{N} x {K}, groups of {group}, {seconds * 1e6:.0f} us, error {error:.4f} of a deviation"
         yield Row(f"int4 product, {rows} rows", f"{share:.1%}", ">= 75%", good, note)
 
@@ -317,28 +353,38 @@ def measure_products(machine: Machine, quick: bool) -> Iterator[Row]:
 # A whole decode step ------------------------------------------------------------------------------------------------
 
 
-def measure_step(machine: Machine, quick: bool) -> Iterator[Row]:
-    """a Llama-8B-shaped decode step of 64 sequences, in one CUDA graph: share of the roofline"""
+def measure_step(machine: Machine) -> Iterator[Row]:
+    """a Llama-8B-shaped decode step of 64 sequences by the torch engine and its CUDA graphs: share of the roofline"""
     import torch
 
-    from bench.gpu_step import LlamaStep
+    from bench.gpu_step import LlamaStep, kernels_in
 
-    layers, sequences, context = (2, 4, 256) if quick else (32, 64, 1024)
-    step = LlamaStep(machine.device, layers, sequences, context)
-    step.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step.run()
-    seconds = machine.seconds(graph.replay)
-    graph.replay()
-    torch.cuda.synchronize()
+    shape, (sequences, context) = machine.sizes.model, machine.sizes.step
+    step = LlamaStep(machine.device, machine.dense, shape, sequences, context, machine.capture())
+    plain = step.run().float().clone()  # launch by launch; then it is captured
+    error = float((step.run().float() - plain).abs().max() / plain.std())
+    seconds = machine.seconds(step.run)
     share = step.bytes / seconds / machine.bandwidth
-    good = (share >= 0.7 or quick) and bool(logits.isfinite().all())
-    note = f"{layers} layers, {sequences} x {context}, {seconds * 1e3:.2f} ms, {sequences / seconds:.0f} tokens/s"
-    yield Row("decode step, bf16", f"{share:.1%}", ">= 70%", good, note)
+    right = bool(torch.isfinite(plain).all()) and error <= 0.05 and bool(step.graphs.captured)
+    note = (
+        f"{shape.layers} layers, {sequences} x {context}, {seconds * 1e3:.2f} ms, {sequences / seconds:.0f} tokens/s, "
+        f"{step.graphs.replays} replays, {error:.4f} of a deviation from launches one by one; "
+        f"{', '.join(kernels_in(step))}"
+    )
+    goal = machine.reached(share >= 0.7) if right else False
+    yield Row(f"decode step, {machine.dense}", f"{share:.1%}", ">= 70%", goal, note)
 
 
-MEASUREMENTS: dict[str, Callable[[Machine, bool], Iterator[Row]]] = {
+def measure_checks(machine: Machine) -> Iterator[Row]:
+    """every kernel and attribute against its reference in NumPy or f32, on random inputs"""
+    from bench.gpu_checks import checks
+
+    for name, error, bound in checks(machine.device, machine.dtype, machine.dense):
+        yield Row(name, f"{error:.4f}", f"<= {bound}", error <= bound)
+
+
+MEASUREMENTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
+    "checks": measure_checks,
     "decode": measure_decode,
     "torch": measure_torch,
     "prefill": measure_prefill,

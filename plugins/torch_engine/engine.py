@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,10 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 class TorchEngine:
-    """Runs the graph in the file `path` on `device`, computing in `compute` (f32, bf16, f16).
+    """Runs the graph in the file `path`, or one in memory, on `device`, computing in `compute` (f32, bf16, f16).
 
-    `kernels`: what attends: the NumPy `reference` (on the CPU alone) or the `triton` kernels.
+    `kernels`: what attends: the NumPy `reference` (on the CPU alone) or the `triton` kernels. `weights(name, shape)`
+    gives those initializers that the graph has no values of.
 
     Attributes:
         block_bytes: of each cache, keys and values of layer after layer.
@@ -66,7 +67,15 @@ class TorchEngine:
         vocab_size: columns of the logits (0 where the first output has no fixed width).
     """
 
-    def __init__(self, path: Path, *, compute: str = "f32", device: str = "cpu", kernels: str = "reference"):
+    def __init__(
+        self,
+        path: Path | ir.Model,
+        *,
+        compute: str = "f32",
+        device: str = "cpu",
+        kernels: str = "reference",
+        weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+    ):
         """Raises `UnsupportedOperatorError`, and `ValueError` on a combination that cannot run."""
         if compute not in COMPUTE or kernels not in KERNELS:
             raise ValueError(f"compute {compute!r} with {kernels!r} kernels; known: {', '.join((*COMPUTE, *KERNELS))}")
@@ -76,7 +85,7 @@ class TorchEngine:
         self._compute = COMPUTE[compute]
         self._attend = attend_by_kernels if kernels == "triton" else attend_by_reference
         self._kernels = kernels
-        model = ir.load(path)
+        model = path if isinstance(path, ir.Model) else ir.load(path)
         unknown = unsupported(model)
         if unknown:
             raise UnsupportedOperatorError(f"the graph has {', '.join(unknown)}, which the torch engine does not know")
@@ -85,10 +94,11 @@ class TorchEngine:
         self._placed: dict[str, Tensor] = {}  # small ones once more, on the device
         self._steps: list[Step] = []
         self._layers: list[Layer] = []
-        self._read(model)
+        self._read(model, weights)
         self.output_names = [value.name or "" for value in model.graph.outputs]
         shape = model.graph.outputs[0].shape
-        self.vocab_size: int = shape[-1] if shape is not None and isinstance(shape[-1], int) else 0
+        width = shape[-1] if shape is not None else 0
+        self.vocab_size: int = width if isinstance(width, int) else 0
         self.block_bytes = [size for layer in self._layers for size in layer.block_bytes()]
         self._groups: list[Tensor] = []
         self._caches: list[Tensor] = []
@@ -96,7 +106,7 @@ class TorchEngine:
 
     # Loading ------------------------------------------------------------------------------------------------------
 
-    def _read(self, model: ir.Model) -> None:
+    def _read(self, model: ir.Model, weights: Callable[[str, tuple[int, ...]], Tensor] | None) -> None:
         """Turn the graph into steps; what depends on constants alone is computed now."""
         exact = angle_nodes(model)
         for node in exact:
@@ -104,7 +114,11 @@ class TorchEngine:
                 # To a float means: to what the engine computes in.
                 cast_uses(value, ir.DataType.FLOAT, [use for use in value.uses() if use.node not in exact])
         for name, value in model.graph.initializers.items():
-            assert value.const_value is not None
+            if value.const_value is None:
+                assert weights is not None, f"{name} has no value"
+                assert value.shape is not None
+                self._constants[name] = weights(name, value.shape.numpy())
+                continue
             wide = used_only_by(value, exact)
             self._constants[name] = self._constant(_in_memory(value.const_value), wide=wide)
         steps = []
@@ -142,7 +156,9 @@ class TorchEngine:
             step.free.extend(sorted(name for name in names - seen if name not in self._constants))
             seen |= names
         self._steps = steps
-        self._constants = {name: self._place(value) for name, value in self._constants.items() if name in used}
+        self._constants = {name: value for name, value in self._constants.items() if name in used}
+        for name in self._constants:  # one by one: what they are views of goes on the way
+            self._constants[name] = self._place(self._constants[name])
 
     def _place(self, value: Tensor) -> Tensor:
         small = value.numel() <= _SMALL and not value.is_floating_point()
@@ -179,6 +195,11 @@ class TorchEngine:
     def free_memory(self) -> int | None:
         """Bytes free on the device; None where that is the host's memory."""
         return None if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
+
+    @property
+    def caches(self) -> list[Tensor]:
+        """The memory of each cache u8 [num_blocks, block bytes], in the order of `block_bytes`."""
+        return self._caches
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, target) blocks of every cache, in order."""

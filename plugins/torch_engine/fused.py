@@ -67,10 +67,11 @@ class _Fusion:
     def _only(self, name: str | None, op_type: str, uses: int = 1) -> Step | None:
         """The step that makes `name`, should it be of this type, and `name` be used so often."""
         step = self._maker.get(name or "")
-        return step if step is not None and step.op_type == op_type and self._uses[name] == uses else None
+        return step if step is not None and step.op_type == op_type and self._uses[name or ""] == uses else None
 
     def _norm(self, step: Step) -> Step:
-        summed = self._maker.get(step.inputs[0] or "")
+        x, weight = step.inputs[:2]
+        summed = self._maker.get(x or "")
         if summed is None or summed.op_type != "Add" or any(name in self._constants for name in summed.inputs):
             return Step(NORM, step.attributes, step.inputs, step.outputs, [])
         # The sum is made with the norm, which must therefore be the first to read it: in a decoder it always is.
@@ -78,7 +79,7 @@ class _Fusion:
         if any(summed.outputs[0] in other.inputs for other in between):
             return Step(NORM, step.attributes, step.inputs, step.outputs, [])
         self._gone.add(id(summed))
-        inputs = [*summed.inputs, step.inputs[1]]
+        inputs = [*summed.inputs, weight]
         return Step(ADD_NORM, step.attributes, inputs, [step.outputs[0], summed.outputs[0]], [])
 
     def _gate(self, step: Step) -> Step:

@@ -158,9 +158,7 @@ def test_steps_copy_nothing_between_host_and_device(tmp_path: Path, name: str, m
             len(query), layer.attributes["num_heads"] * layer.attributes["v_head_size"]
         ),
     )  # fmt: skip
-    monkeypatch.setattr(
-        GridExecutor, "__call__", lambda *arguments, **named: None
-    )
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *arguments, **named: None)
     engine.allocate(4)
     inputs = {
         name: torch.zeros(count, dtype=dtype, device="meta")
