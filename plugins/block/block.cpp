@@ -5,13 +5,10 @@
 namespace plancast {
 
 void Block::validate_and_infer_types() {
-    if (!program_)
+    if (!program_) {  // a clone, of which there is one a step, has what the first has checked
         program_ = std::make_shared<const block::Program>(block::Program::parse(text_));
-    NODE_VALIDATION_CHECK(this, get_input_size() >= program_->inputs && program_->inputs > 0, "too few inputs");
-    for (size_t i = 0; i < program_->inputs; ++i)
-        NODE_VALIDATION_CHECK(this, get_input_element_type(i) == ov::element::f32, "input ", i, " must be f32");
-    if (!program_->constants.empty())
-        NODE_VALIDATION_CHECK(this, get_input_size() == program_->inputs + 1, "all constants must be one input");
+        check_inputs();
+    }
     const ov::PartialShape& shape = get_input_partial_shape(0);
     NODE_VALIDATION_CHECK(this, shape.rank().is_static() && shape.size() >= 2, "input 0 must be [rows, width]");
     set_output_size(program_->outputs);
@@ -19,6 +16,35 @@ void Block::validate_and_infer_types() {
         if (value.output >= 0)
             set_output_type(static_cast<size_t>(value.output), ov::element::f32,
                             ov::PartialShape{shape[0], static_cast<int64_t>(value.width)});
+}
+
+void Block::check_inputs() const {
+    const block::Program& program = *program_;
+    const size_t leading = program.leading(), tables = program.inputs, caches = tables + block::Program::kTables;
+    NODE_VALIDATION_CHECK(this, get_input_size() >= leading && program.inputs > 0, "too few inputs");
+    for (size_t i = 0; i < program.inputs; ++i)
+        NODE_VALIDATION_CHECK(this, get_input_element_type(i) == ov::element::f32, "input ", i, " must be f32");
+    if (!program.constants.empty())
+        NODE_VALIDATION_CHECK(this, get_input_size() == leading + 1, "all constants must be one input");
+    else
+        NODE_VALIDATION_CHECK(this, get_input_size() >= program.ports, "too few constants");
+    if (!program.attends)
+        return;
+    for (size_t i = tables; i < caches; ++i)
+        NODE_VALIDATION_CHECK(this, get_input_element_type(i) == ov::element::i32, "input ", i, ", a table, must be i32");
+    const auto check_cache = [&](size_t input, size_t heads, size_t page) {
+        const ov::PartialShape expected{-1, static_cast<int64_t>(heads), static_cast<int64_t>(page)};
+        NODE_VALIDATION_CHECK(this, get_input_element_type(input) == ov::element::u8, "caches must be u8");
+        NODE_VALIDATION_CHECK(this, get_input_partial_shape(input).compatible(expected), "cache ", input, " is ",
+                              get_input_partial_shape(input), ", and its format takes ", expected);
+    };
+    for (const block::Step& step : program.steps) {
+        const attention::Problem& p = step.problem;
+        if (step.kind != block::Step::attend)
+            continue;
+        check_cache(caches + step.key_cache, p.num_kv_heads, p.key_format.page_bytes(p.head_size));
+        check_cache(caches + step.value_cache, p.num_kv_heads, p.value_format.page_bytes(p.v_head_size));
+    }
 }
 
 std::shared_ptr<ov::Node> Block::clone_with_new_inputs(const ov::OutputVector& inputs) const {
@@ -51,7 +77,8 @@ bool Block::evaluate(ov::TensorVector& outputs, const ov::TensorVector& inputs) 
         for (const size_t first : program_->constants)
             ports.push_back(all + first);
     }
-    program_->run(ports, results, rows, static_cast<size_t>(parallel_get_max_threads()));
+    const size_t sequences = program_->attends ? inputs[program_->inputs].get_size() : 0;
+    program_->run(ports, results, rows, sequences, static_cast<size_t>(parallel_get_max_threads()));
     return true;
 }
 

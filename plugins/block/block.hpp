@@ -9,7 +9,8 @@
 
 namespace plancast {
 
-// Inputs: rows f32 [rows, ...] as the program says, then constants. Outputs: f32 [rows, width]. See op.py.
+// Inputs: rows f32 [rows, ...] as the program says, then, where a step attends, block
+// tables i32 and caches u8 [num_blocks, heads, page bytes], written in place; then constants. Outputs: f32 [rows, width]. See op.py.
 class Block : public ov::op::Op {
 public:
     OPENVINO_OP("Block", "plancast");
@@ -22,6 +23,8 @@ public:
     bool has_evaluate() const override { return true; }
 
 private:
+    void check_inputs() const;
+
     std::string text_;
     std::shared_ptr<const block::Program> program_;  // shared by clones: OpenVINO makes one for each inference
 };

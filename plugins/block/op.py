@@ -1,11 +1,11 @@
-"""`plancast::Block`: the work on rows between two attention nodes as one operation of a graph.
+"""`plancast::Block`: the work on rows as one operation of a graph: a stack of decoder layers, or what can be one of it.
 
-OpenVINO spends about 10 us a node of ours on shapes and dispatch; a decoder layer in one node instead of a dozen pays
-that once, joins its threads four times, and keeps what passes between its steps in the cache.
+OpenVINO spends 10 us and more a node of ours on shapes and dispatch; all layers in one node pay that once, join their
+threads no more often than they must, and keep what passes between their steps in the cache.
 
-A block takes rows `[rows, width]` f32 (trailing axes are one width) and constants (one input holds them all, where they
-can be one), and is a program over *values*: the inputs, and what steps make. A step reads columns of values and makes a
-value:
+A block takes rows `[rows, width]` f32 (trailing axes are one width), then, where it attends, `TABLES` i32 and caches u8
+(`plugins.paged_attention.native`), then constants (one input holds them all, where they can be one). It is a program
+over *values*: the inputs, and what steps make. A step reads columns of values and makes a value:
 
 - `linear`: a product with a packed weight (`plugins.linear.op`), of the rows as they are, of their RMS norm, or of
   `silu(gate) * up`; then a bias and a residual are added, where there are any.
@@ -13,6 +13,8 @@ value:
 - `gate`: `silu(gate) * up`.
 - `add`: `a + b`.
 - `rope`: `x * cos + rotate_half(x) * sin`, head by head; cos and sin `[rows, head size]`.
+- `attend`: paged attention (`plugins.paged_attention.op`), which writes the caches. Rows go through the steps between
+  two of these a part at a time; what crosses one is kept for all rows.
 - `copy`: columns, as they are.
 
 Sums run in one order whatever the instruction set, the threads and the batch.
@@ -25,6 +27,7 @@ from typing import NamedTuple
 DOMAIN = "plancast"
 OP_TYPE = "Block"
 VERSION = 1
+TABLES = ("past_lens", "query_starts", "block_ids", "block_starts")
 
 
 class Columns(NamedTuple):
@@ -38,7 +41,8 @@ class Columns(NamedTuple):
 class Program:
     """A block's steps, as text: what the operation carries as its attribute.
 
-    Inputs are the values 0, 1, ... in their order, made by `input`; constants are ports, counted from the first input.
+    Inputs are the values 0, 1, ... in their order, made by `input`; caches are counted among themselves; constants are
+    ports, counted from the first input of all.
     """
 
     def __init__(self, inputs: list[int]):

@@ -1,4 +1,4 @@
-"""`plancast::Block` on OpenVINO: what stands between two attention nodes becomes one operation.
+"""`plancast::Block` on OpenVINO: layer upon layer becomes one operation, attention by our kernels included.
 
 Runs after `plugins.linear.openvino.lower_linear`. Nodes that a block has a step for are gathered into groups such that
 no path leaves a group and comes back; each group with more than one step is replaced.
@@ -19,7 +19,7 @@ _LINE = 64  # bytes of a cache line
 
 
 def fuse_blocks(model: ov.Model, native: Path) -> int:
-    """Replace groups of products, norms, activations, sums and rotations by blocks, in place.
+    """Replace groups of products, norms, activations, sums, rotations and attention nodes of ours by blocks, in place.
 
     Args:
         model: in which products have become `Linear`.
@@ -43,9 +43,13 @@ def fuse_blocks(model: ov.Model, native: Path) -> int:
 def _matches(model: ov.Model) -> dict[Key, Match]:
     """Every value that a step of a block can make, in an order in which they can be made."""
     found: dict[Key, Match] = {}
+    tables: list[Key] = []  # one set of them serves a block
     for node in model.get_ordered_ops():
         matched = match(node)
-        if matched is not None:
+        if matched is None:
+            continue
+        tables = tables or [key_of(table) for table in matched.tables]
+        if not matched.tables or [key_of(table) for table in matched.tables] == tables:
             found[key_of(matched.output)] = matched
     return found
 
@@ -119,7 +123,11 @@ class _Builder:
         self.program = Program([width for width in widths if width is not None])
         self.known = known
         self.constants: list[ov.Output] = []
-        self.first_port = len(rows)
+        attention = [matched for matched in self.matches.values() if matched.kind == "attend"]
+        self.caches = {key_of(cache): cache for matched in attention for cache in matched.caches}
+        tables = attention[0].tables if attention else ()
+        leading = [*rows, *tables, *self.caches.values()]
+        self.first_port = len(leading)
         self.results = {key_of(output): index for index, output in enumerate(self.left)}
         for matched in self.matches.values():
             if not self._is_taken_in(matched):
@@ -132,7 +140,7 @@ class _Builder:
         constants = self.constants
         if constants and all(constant.get_node().get_type_name() == "Constant" for constant in constants):
             constants = [self._one_constant()]
-        node = self.factory.create(OP_TYPE, [*rows, *constants], {"program": self.program.text})
+        node = self.factory.create(OP_TYPE, [*leading, *constants], {"program": self.program.text})
         node.set_friendly_name(f"block.{self.left[0].get_node().get_friendly_name()}")
         for index, output in enumerate(self.left):
             result = node.output(index)
@@ -168,6 +176,8 @@ class _Builder:
             operands = [self._columns(value) for value in product.inputs]
             if product.kind == "norm":
                 operands += [self._port(product.constants[0]), product.epsilon]
+            if product.kind == "attend":
+                operands += self._attention(product)
         value = self.program.value(width, self.results.get(key))
         self.program.step(product.kind, value, *operands)
         self.known[key] = value
@@ -198,6 +208,12 @@ class _Builder:
             int(addend is not None),
             self._columns(addend) if addend is not None else nothing,
         ]
+
+    def _attention(self, matched: Match) -> list[Columns | int | float | str]:
+        """What an `attend` step takes but its rows."""
+        options = [self._port(constant) if constant.get_shape()[0] else -1 for constant in matched.constants]
+        caches = list(self.caches)
+        return [*matched.numbers, *options, *(caches.index(key_of(cache)) for cache in matched.caches)]
 
     def _is_taken_in(self, matched: Match) -> bool:
         """Whether another step does this one's work: a norm or gate before products, a product before a sum."""

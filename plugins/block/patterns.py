@@ -12,6 +12,8 @@ from openvino import opset13 as ops
 
 from plugins.linear.op import OP_TYPE as LINEAR
 from plugins.linear.openvino_weights import constant_floats
+from plugins.paged_attention.op import INPUTS
+from plugins.paged_attention.op import OP_TYPE as ATTENTION
 
 Key = tuple[str, int]
 
@@ -25,9 +27,12 @@ class Match:
         output: the value.
         inputs: the rows that the step takes.
         absorbed: names of the nodes that do the step's work, the last one included.
-        constants: a weight and a bias, or a gain.
+        constants: a weight and a bias; or a gain; or sinks and ALiBi slopes, each with no elements where there are none.
         epsilon: of a norm.
         attributes: of a product.
+        tables: of attention: past_lens, query_starts, block_ids, block_starts.
+        caches: of attention: keys and values.
+        numbers: of attention: settings and scalars, as `plugins.paged_attention.native` has them.
     """
 
     kind: str
@@ -37,6 +42,9 @@ class Match:
     constants: tuple[ov.Output, ...] = ()
     epsilon: float = 0.0
     attributes: dict[str, Any] = field(default_factory=dict)
+    tables: tuple[ov.Output, ...] = ()
+    caches: tuple[ov.Output, ...] = ()
+    numbers: tuple[float, ...] = ()
 
 
 def key_of(output: ov.Output) -> Key:
@@ -98,6 +106,30 @@ def _linear(node: ov.Node) -> Match | None:
         return None
     constants = tuple(node.input_values()[1:])
     return Match("linear", node.output(0), (node.input_value(0),), _nodes(node), constants, 0.0, node.get_attributes())
+
+
+def _attend(node: ov.Node) -> Match | None:
+    given = dict(zip(INPUTS, node.input_values(), strict=False))
+    rows = tuple(given[name] for name in ("query", "key", "value"))
+    constants = tuple(_floats(given[name]) for name in ("sinks", "alibi_slopes"))
+    numbers = [node.input_value(i).get_node() for i in range(len(INPUTS), node.get_input_size())]
+    if None in constants or any(number.get_type_name() != "Constant" for number in numbers):
+        return None
+    return Match(
+        "attend",
+        node.output(0),
+        rows,
+        _nodes(node),
+        tuple(constant for constant in constants if constant is not None),
+        tables=tuple(given[name] for name in ("past_lens", "query_starts", "block_ids", "block_starts")),
+        caches=(given["key_cache"], given["value_cache"]),
+        numbers=tuple(number for constant in numbers for number in constant.get_data().tolist()),
+    )
+
+
+def _floats(output: ov.Output) -> ov.Output | None:
+    values = constant_floats(output.get_node())
+    return None if values is None else ops.constant(values.reshape(-1).astype(np.float32)).output(0)
 
 
 def _add(node: ov.Node) -> Match | None:
@@ -216,6 +248,7 @@ def _scalar(output: ov.Output) -> float | None:
 
 _MATCHERS: dict[str, Callable[[ov.Node], Match | None]] = {
     LINEAR: _linear,
+    ATTENTION: _attend,
     "Add": _add,
     "Multiply": _multiply,
     "Reshape": _rope,

@@ -4,21 +4,11 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "native/pool.hpp"
-
 namespace plancast::block {
 
 namespace {
 
-using linear::Activations;
-using linear::Kind;
-using linear::Kernels;
-using linear::Low;
 using linear::Source;
-
-// Rows that go through all the steps together: what passes between the steps stays in the second-level cache, and the
-// weights are read from the third.
-constexpr size_t kRowsTogether = 256;
 
 class Reader {
 public:
@@ -30,6 +20,7 @@ public:
             throw std::runtime_error("a block's step ends early: " + line_);
         return out;
     }
+    const std::string& line() const { return line_; }
     Columns columns() { return {next<size_t>(), next<size_t>(), next<size_t>()}; }
 
 private:
@@ -50,95 +41,64 @@ linear::Weight read_weight(Reader& in) {
     return w;
 }
 
-// Where values lie while the steps run.
-struct Frame {
-    const Program& program;
-    const std::vector<const void*>& ports;
-    const std::vector<float*>& outputs;
-    std::vector<float*> made;  // by value; null: an input
-    size_t first;              // row
+void read_attend(Reader& in, Step& step) {
+    step.a = in.columns();
+    step.b = in.columns();
+    step.c = in.columns();
+    int32_t settings[attention::kSettings];
+    float scalars[attention::kScalars];
+    for (int32_t& setting : settings)
+        setting = in.next<int32_t>();
+    for (float& scalar : scalars)
+        scalar = in.next<float>();
+    step.sinks_port = in.next<int>();
+    step.alibi_port = in.next<int>();
+    step.key_cache = in.next<size_t>();
+    step.value_cache = in.next<size_t>();
+    attention::Problem& p = step.problem;
+    if (!attention::read_settings(settings, scalars, p))
+        throw std::runtime_error("a block's step attends in a way that no kernel knows: " + in.line());
+    if (step.a.width != p.query_stride || step.b.width != p.key_stride || step.c.width != p.value_stride)
+        throw std::runtime_error("a block's step attends to columns that are not its heads: " + in.line());
+}
 
-    const float* read(const Columns& c) const {
-        const size_t width = program.values[c.value].width;
-        const float* base = made[c.value] ? made[c.value] : static_cast<const float*>(ports[c.value]) + first * width;
-        return base + c.first;
-    }
-    size_t stride(const Columns& c) const { return program.values[c.value].width; }
-    const float* constant(int port) const { return port < 0 ? nullptr : static_cast<const float*>(ports[port]); }
+// The steps, or stretches of steps, in which a value is there.
+struct Life {
+    size_t first, last;
 };
 
-template <typename Body>
-void each_row(size_t rows, size_t threads, const Body& body) {
-    const size_t parts = rows < linear::kRowsOfOne ? 1 : std::min(rows, 4 * threads);
-    parallel(parts, threads, [&](size_t index) {
-        const Part part(rows, index, parts);
-        for (size_t row = part.first; row < part.last; ++row)
-            body(row);
-    });
-}
-
-Source source_of(const Step& step, const Frame& frame) {
-    Source source;
-    source.step = step.source;
-    source.x = frame.read(step.a);
-    source.stride = frame.stride(step.a);
-    source.gain = frame.constant(step.gain_port);
-    source.epsilon = step.epsilon;
-    if (step.source == Source::silu_mul)
-        source.up = frame.read(step.b);
-    return source;
-}
-
-void run_step(const Step& step, const Frame& frame, size_t rows, size_t threads, linear::RowsBuffer& buffer) {
-    const linear::Isa isa = linear::best_isa();
-    const Kernels& kernel = linear::kernels(isa);
-    float* const y = frame.made[step.target];
-    const size_t width = frame.program.values[step.target].width;
-    if (step.kind == Step::linear) {
-        linear::Weight weight = step.weight;
-        weight.data = static_cast<const uint8_t*>(frame.ports[step.weight_port]);
-        const float* residual = step.residual ? frame.read(step.c) : nullptr;
-        const linear::Target target{y, width, frame.constant(step.bias_port), residual,
-                                    step.residual ? frame.stride(step.c) : 0};
-        return linear::multiply(weight, source_of(step, frame), rows, target, buffer, threads, isa);
+// Gives values places in one memory, such that those that are there at the same time lie apart.
+class Places {
+public:
+    // In floats a row; the lives come in the order of their beginnings.
+    size_t take(const Life& life, size_t width) {
+        const size_t needed = (width + kAlign - 1) / kAlign * kAlign;
+        taken_.erase(std::remove_if(taken_.begin(), taken_.end(), [&](const Taken& t) { return t.last < life.first; }),
+                     taken_.end());
+        size_t at = 0;
+        auto before = taken_.begin();
+        for (; before != taken_.end() && before->at < at + needed; ++before)
+            at = before->at + before->width;
+        taken_.insert(before, {at, needed, life.last});
+        size_ = std::max(size_, at + needed);
+        return at;
     }
-    if (step.kind == Step::norm || step.kind == Step::gate) {
-        const Source source = source_of(step, frame);
-        return each_row(rows, threads,
-                        [&](size_t row) { linear::source_row(source, row, step.a.width, kernel, y + row * width); });
-    }
-    const float* a = frame.read(step.a);
-    const size_t a_stride = frame.stride(step.a);
-    if (step.kind == Step::copy)
-        return each_row(rows, threads, [&](size_t row) {
-            std::copy(a + row * a_stride, a + row * a_stride + width, y + row * width);
-        });
-    const float* b = frame.read(step.b);
-    const size_t b_stride = frame.stride(step.b);
-    if (step.kind == Step::add)
-        return each_row(rows, threads, [&](size_t row) {
-            for (size_t k = 0; k < width; ++k)
-                y[row * width + k] = a[row * a_stride + k] + b[row * b_stride + k];
-        });
-    const float* c = frame.read(step.c);
-    const size_t c_stride = frame.stride(step.c), head = step.b.width, half = head / 2;
-    each_row(rows, threads, [&](size_t row) {
-        const float *cos = b + row * b_stride, *sin = c + row * c_stride;
-        for (size_t first = 0; first < width; first += head) {
-            const float* x = a + row * a_stride + first;
-            float* out = y + row * width + first;
-            for (size_t k = 0; k < half; ++k) {
-                out[k] = x[k] * cos[k] - x[k + half] * sin[k];
-                out[k + half] = x[k + half] * cos[k + half] + x[k] * sin[k + half];
-            }
-        }
-    });
-}
+    size_t size() const { return size_; }
+
+private:
+    static constexpr size_t kAlign = 16;  // a cache line
+    struct Taken {
+        size_t at, width, last;
+    };
+    std::vector<Taken> taken_;  // by place
+    size_t size_ = 0;
+};
 
 }  // namespace
 
 Program Program::parse(const std::string& text) {
     Program program;
+    std::vector<bool> made;
     std::istringstream lines(text);
     for (std::string line; std::getline(lines, line, ';');) {
         Reader in(line);
@@ -146,9 +106,12 @@ Program Program::parse(const std::string& text) {
         if (name == "input" || name == "value") {
             const auto width = in.next<size_t>();
             const int output = name == "input" ? -1 : in.next<int>();
+            if (name == "input" && program.inputs != program.values.size())
+                throw std::runtime_error("a block's inputs must come before its values: " + line);
             program.inputs += name == "input";
             program.outputs = std::max(program.outputs, static_cast<size_t>(output + 1));
             program.values.push_back({width, output});
+            made.push_back(false);
             continue;
         }
         if (name == "constants") {
@@ -188,47 +151,77 @@ Program Program::parse(const std::string& text) {
             step.a = in.columns();
             step.b = in.columns();
             step.c = in.columns();
+        } else if (name == "attend") {
+            step.kind = Step::attend;
+            read_attend(in, step);
+            program.attends = true;
+            program.caches = std::max({program.caches, step.key_cache + 1, step.value_cache + 1});
         } else if (name == "copy") {
             step.kind = Step::copy;
             step.a = in.columns();
         } else {
             throw std::runtime_error("a block has no step `" + name + "`");
         }
-        for (const Columns& c : {step.a, step.b, step.c})
+        for (const Columns& c : {step.a, step.b, step.c}) {
             if (c.value >= program.values.size() || c.first + c.width > program.values[c.value].width)
                 throw std::runtime_error("a block's step reads columns that are not there: " + line);
+            if (c.width && c.value >= program.inputs && !made[c.value])
+                throw std::runtime_error("a block's step reads a value that no step before it makes: " + line);
+        }
         if (step.target < program.inputs || step.target >= program.values.size())
             throw std::runtime_error("a block's step makes no value: " + line);
+        if (made[step.target])
+            throw std::runtime_error("a block's step makes a value that another makes: " + line);
+        made[step.target] = true;
+        if (step.kind == Step::attend && program.values[step.target].width != step.problem.out_stride)
+            throw std::runtime_error("a block's step attends into a value of another width: " + line);
         program.steps.push_back(step);
     }
+    for (size_t i = program.inputs; i < program.values.size(); ++i)
+        if (!made[i])
+            throw std::runtime_error("a block's value " + std::to_string(i) + " is made by no step");
+    for (const Step& step : program.steps)
+        for (const int port : {step.weight_port, step.gain_port, step.bias_port, step.sinks_port, step.alibi_port})
+            program.ports = std::max(program.ports, static_cast<size_t>(port + 1));
+    if (!program.constants.empty() && program.ports > program.leading() + program.constants.size())
+        throw std::runtime_error("a block's step takes a constant that is not there");
+    program.lay_out();
     return program;
 }
 
-void Program::run(const std::vector<const void*>& ports, const std::vector<float*>& outputs, size_t rows,
-                  size_t threads) const {
-    thread_local std::vector<float> memory;
-    thread_local linear::RowsBuffer buffer;
-    size_t inside = 0;  // floats a row of values that leave no trace
-    for (const Value& value : values)
-        inside += value.output < 0 ? value.width : 0;
-    const size_t together = std::min(rows, kRowsTogether);
-    if (memory.size() < inside * together + 16)
-        memory.resize(inside * together + 16);
-    Frame frame{*this, ports, outputs, std::vector<float*>(values.size(), nullptr), 0};
-    for (size_t first = 0; first < rows; first += together) {
-        frame.first = first;
-        float* at = memory.data();
-        for (size_t i = inputs; i < values.size(); ++i) {
-            if (values[i].output >= 0) {
-                frame.made[i] = outputs[static_cast<size_t>(values[i].output)] + first * values[i].width;
-                continue;
+void Program::lay_out() {
+    for (size_t i = 0; i < steps.size(); ++i)
+        if (steps[i].kind == Step::attend || !i || steps[i - 1].kind == Step::attend)
+            stretches.push_back({i, i + 1});
+        else
+            stretches.back().last = i + 1;
+    // Of each value: the step that makes it and the last that reads it, and their stretches.
+    std::vector<Life> by_step(values.size()), by_stretch(values.size());
+    for (size_t stretch = 0; stretch < stretches.size(); ++stretch)
+        for (size_t i = stretches[stretch].first; i < stretches[stretch].last; ++i) {
+            const Step& step = steps[i];
+            by_step[step.target] = {i, i};
+            by_stretch[step.target] = {stretch, stretch};
+            for (const Columns& c : {step.a, step.b, step.c}) {
+                if (!c.width)
+                    continue;
+                by_step[c.value].last = i;
+                by_stretch[c.value].last = stretch;
             }
-            frame.made[i] = at;
-            at += values[i].width * together;
         }
-        for (const Step& step : steps)
-            run_step(step, frame, std::min(together, rows - first), threads, buffer);
+    // Rows of a stretch that come later still write what rows before them have written: a kept value is there for whole
+    // stretches.
+    Places kept, passing;
+    for (const Step& step : steps) {
+        Value& value = values[step.target];
+        if (value.output >= 0)
+            continue;
+        const Life life = by_stretch[step.target];
+        value.kept = step.kind == Step::attend || life.first != life.last;
+        value.at = value.kept ? kept.take(life, value.width) : passing.take(by_step[step.target], value.width);
     }
+    kept_floats = kept.size();
+    passing_floats = passing.size();
 }
 
 }  // namespace plancast::block

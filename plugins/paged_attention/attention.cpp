@@ -13,25 +13,19 @@ enum Input {
     kQuery, kKey, kValue, kKeyCache, kValueCache, kPastLens, kQueryStarts, kBlockIds, kBlockStarts, kMaxContextLen,
     kSinks, kAlibi, kSettings, kScalars, kInputs
 };
-enum Setting { kHeads, kKvHeads, kHeadSize, kVHeadSize, kWindow, kKeyDtype, kValueDtype, kGroupSize, kRotate, kNumSettings };
-enum Scalar { kScale, kSoftcap, kKeyScale, kValueScale, kNumScalars };
 
-attention::Problem make_problem(ov::TensorVector& outputs, const ov::TensorVector& inputs) {
-    const auto* settings = inputs[kSettings].data<const int32_t>();
-    const auto* scalars = inputs[kScalars].data<const float>();
+// All but the output.
+attention::Problem make_problem(const ov::TensorVector& inputs) {
     const auto table = [&](Input input) { return inputs[input].data<const int32_t>(); };
     const auto optional = [&](Input input) {
         return inputs[input].get_size() ? inputs[input].data<const float>() : nullptr;
     };
-    const auto format = [&](Setting dtype, Scalar scale, int rotated) {
-        return attention::Format{static_cast<attention::Dtype>(settings[dtype]), static_cast<size_t>(settings[kGroupSize]),
-                                 true, scalars[scale], (settings[kRotate] & rotated) != 0};
-    };
     attention::Problem p{};
+    OPENVINO_ASSERT(attention::read_settings(inputs[kSettings].data<const int32_t>(), inputs[kScalars].data<const float>(), p),
+                    "PagedAttention: settings that the kernels do not know");
     p.query = inputs[kQuery].data<const float>();
     p.key = inputs[kKey].data<const float>();
     p.value = inputs[kValue].data<const float>();
-    p.out = outputs[0].data<float>();
     p.key_cache = const_cast<uint8_t*>(inputs[kKeyCache].data<const uint8_t>());
     p.value_cache = const_cast<uint8_t*>(inputs[kValueCache].data<const uint8_t>());
     p.past_lens = table(kPastLens);
@@ -41,15 +35,6 @@ attention::Problem make_problem(ov::TensorVector& outputs, const ov::TensorVecto
     p.sinks = optional(kSinks);
     p.alibi = optional(kAlibi);
     p.sequences = inputs[kPastLens].get_size();
-    p.num_heads = settings[kHeads];
-    p.num_kv_heads = settings[kKvHeads];
-    p.head_size = settings[kHeadSize];
-    p.v_head_size = settings[kVHeadSize];
-    p.sliding_window = settings[kWindow];
-    p.scale = scalars[kScale];
-    p.softcap = scalars[kSoftcap];
-    p.key_format = format(kKeyDtype, kKeyScale, 1);
-    p.value_format = format(kValueDtype, kValueScale, 2);
     return p;
 }
 
@@ -63,8 +48,8 @@ void PagedAttention::validate_and_infer_types() {
                               " must be f32, not ", get_input_element_type(input));
     for (const Input input : {kKeyCache, kValueCache})
         NODE_VALIDATION_CHECK(this, get_input_element_type(input) == ov::element::u8, "caches must be u8");
-    NODE_VALIDATION_CHECK(this, get_input_partial_shape(kSettings).compatible({kNumSettings}), "settings: wrong size");
-    NODE_VALIDATION_CHECK(this, get_input_partial_shape(kScalars).compatible({kNumScalars}), "scalars: wrong size");
+    NODE_VALIDATION_CHECK(this, get_input_partial_shape(kSettings).compatible({attention::kSettings}), "settings: wrong size");
+    NODE_VALIDATION_CHECK(this, get_input_partial_shape(kScalars).compatible({attention::kScalars}), "scalars: wrong size");
     const auto &query = get_input_partial_shape(kQuery), &key = get_input_partial_shape(kKey),
                &value = get_input_partial_shape(kValue);
     NODE_VALIDATION_CHECK(this, query.size() == 2 && key.size() == 2 && value.size() == 2 && query[1].is_static() &&
@@ -79,9 +64,9 @@ std::shared_ptr<ov::Node> PagedAttention::clone_with_new_inputs(const ov::Output
 }
 
 bool PagedAttention::evaluate(ov::TensorVector& outputs, const ov::TensorVector& inputs) const {
-    const auto* settings = inputs[kSettings].data<const int32_t>();
-    outputs[0].set_shape({inputs[kQuery].get_shape()[0], static_cast<size_t>(settings[kHeads] * settings[kVHeadSize])});
-    const attention::Problem problem = make_problem(outputs, inputs);
+    attention::Problem problem = make_problem(inputs);
+    outputs[0].set_shape({inputs[kQuery].get_shape()[0], problem.out_stride});
+    problem.out = outputs[0].data<float>();
     OPENVINO_ASSERT(inputs[kKeyCache].get_shape().back() == problem.key_format.page_bytes(problem.head_size) &&
                         inputs[kValueCache].get_shape().back() == problem.value_format.page_bytes(problem.v_head_size),
                     "PagedAttention: pages of ", inputs[kKeyCache].get_shape().back(), " and ",

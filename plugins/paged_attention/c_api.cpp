@@ -43,6 +43,7 @@ __attribute__((visibility("default"))) int plancast_attention(const PlancastAtte
     p.head_size = a->head_size;
     p.v_head_size = a->v_head_size;
     p.sliding_window = a->sliding_window;
+    p.dense();
     p.scale = a->scale;
     p.softcap = a->softcap;
     p.key_format = format(a->key_format, a->key_scale);

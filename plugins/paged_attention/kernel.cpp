@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "linear/kernel.hpp"
+#include "native/pool.hpp"
 #include "paged_attention/isa.hpp"
-#include "pool.hpp"
 
 namespace plancast::attention {
 
@@ -20,6 +20,37 @@ size_t first_split(const Problem& p, size_t position) {
 }
 
 }  // namespace
+
+bool read_settings(const int32_t* settings, const float* scalars, Problem& p) {
+    enum { heads, kv_heads, head_size, v_head_size, window, key_dtype, value_dtype, group_size, rotate };
+    enum { scale, softcap, key_scale, value_scale };
+    for (const int i : {heads, kv_heads, head_size, v_head_size, group_size})
+        if (settings[i] < 1)
+            return false;
+    for (const int i : {key_dtype, value_dtype})
+        if (settings[i] < 0 || settings[i] > static_cast<int>(Dtype::fp8_e5m2))
+            return false;
+    for (const int i : {head_size, v_head_size})
+        if (settings[i] > static_cast<int>(kMaxHead))
+            return false;
+    if (settings[heads] % settings[kv_heads] || settings[window] < 0)
+        return false;
+    const auto format = [&](int dtype, int static_scale, int rotated) {
+        return Format{static_cast<Dtype>(settings[dtype]), static_cast<size_t>(settings[group_size]), true,
+                      scalars[static_scale], (settings[rotate] & rotated) != 0};
+    };
+    p.num_heads = static_cast<size_t>(settings[heads]);
+    p.num_kv_heads = static_cast<size_t>(settings[kv_heads]);
+    p.head_size = static_cast<size_t>(settings[head_size]);
+    p.v_head_size = static_cast<size_t>(settings[v_head_size]);
+    p.dense();
+    p.sliding_window = static_cast<size_t>(settings[window]);
+    p.scale = scalars[scale];
+    p.softcap = scalars[softcap];
+    p.key_format = format(key_dtype, key_scale, 1);
+    p.value_format = format(value_dtype, value_scale, 2);
+    return true;
+}
 
 void make_plan(const Problem& p, size_t threads, Plan& plan) {
     plan.writes.clear();

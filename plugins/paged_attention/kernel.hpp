@@ -54,12 +54,25 @@ struct Problem {
     const float* alibi;           // [num_heads] or null
     size_t sequences;
     size_t num_heads, num_kv_heads, head_size, v_head_size;
+    size_t query_stride, key_stride, value_stride, out_stride;  // floats from a token to the next; see `dense`
     float scale, softcap;
     size_t sliding_window;  // 0: none
     Format key_format, value_format;
 
     size_t group() const { return num_heads / num_kv_heads; }
+    // Tokens lie end to end.
+    void dense() {
+        query_stride = num_heads * head_size;
+        key_stride = num_kv_heads * head_size;
+        value_stride = num_kv_heads * v_head_size;
+        out_stride = num_heads * v_head_size;
+    }
 };
+
+// The attributes of a node, in the order of native.py.
+constexpr size_t kSettings = 9, kScalars = 4;
+// Everything of `p` but its pointers and `sequences`; rows lie end to end. False where the kernels cannot compute it.
+bool read_settings(const int32_t* settings, const float* scalars, Problem& p);
 
 // One piece of work. Query tokens [first_token, first_token + tokens) of a sequence on one KV head, over the splits
 // [first_split, last_split). Either it has all splits and writes the output, or it has one of `parts` and keeps a
