@@ -16,6 +16,7 @@ from plugins.block.op import OP_TYPE, Columns, Program
 from plugins.block.patterns import Key, Match, key_of, match, row_width, split_parts
 
 _LINE = 64  # bytes of a cache line
+_SMALLEST = 2  # steps of a block: one alone gains nothing
 
 
 def fuse_blocks(model: ov.Model, native: Path) -> int:
@@ -34,7 +35,7 @@ def fuse_blocks(model: ov.Model, native: Path) -> int:
     made: dict[Key, ov.Output] = {}  # what a value has become
     blocks = 0
     for group in _groups(model, matches):
-        if len(group) > 1:
+        if len(group) >= _SMALLEST:
             _Builder(group, factory, made).build()
             blocks += 1
     return blocks

@@ -27,7 +27,7 @@ class Match:
         output: the value.
         inputs: the rows that the step takes.
         absorbed: names of the nodes that do the step's work, the last one included.
-        constants: a weight and a bias; or a gain; or sinks and ALiBi slopes, each with no elements where there are none.
+        constants: a weight and a bias; or a gain; or sinks and ALiBi slopes, each empty where there are none.
         epsilon: of a norm.
         attributes: of a product.
         tables: of attention: past_lens, query_starts, block_ids, block_starts.

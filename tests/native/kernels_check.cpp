@@ -198,9 +198,19 @@ void check_program() {
     for (const size_t rows : {size_t{0}, size_t{1}, size_t{9}, size_t{300}}) {
         const std::vector<float> x = activations(rows, 8), cos = activations(rows, 4), gain = activations(1, 8);
         std::vector<float> one(rows * 8), two(rows * 4);
-        program.run({x.data(), cos.data(), cos.data(), gain.data()}, {one.data(), two.data()}, rows, 2);
+        program.run({x.data(), cos.data(), cos.data(), gain.data()}, {one.data(), two.data()}, rows, 0, 2);
     }
-    const char* wrong[] = {"input 8;value 8 0;add 1 0 0 9 0 0 8", "input 8;value 8 0;add 0 0 0 8 0 0 8",
+    const char* wrong[] = {"input 8;value 8 -1;value 8 0;add 2 1 0 8 0 0 8;add 1 0 0 8 0 0 8",
+                           "input 8;value 8 0;add 1 0 0 8 0 0 8;copy 1 0 0 8",
+                           "input 8;value 8 0;value 8 1;copy 1 0 0 8",
+                           "input 8;value 8 0;input 8;copy 1 0 0 8",
+                           "input 8;value 8 0;norm 1 0 0 8 2 1e-05;constants 1 0",
+                           // attention: a value that is too narrow, another type, heads that do not fit, an early end
+                           "input 8;value 4 0;attend 1 0 0 8 0 0 4 0 0 4 2 1 4 4 0 0 0 32 0 1 0 0 0 -1 -1 0 1",
+                           "input 8;value 8 0;attend 1 0 0 8 0 0 4 0 0 4 2 1 4 4 0 7 0 32 0 1 0 0 0 -1 -1 0 1",
+                           "input 8;value 8 0;attend 1 0 0 8 0 0 4 0 0 4 2 2 4 4 0 0 0 32 0 1 0 0 0 -1 -1 0 1",
+                           "input 8;value 8 0;attend 1 0 0 8 0 0 4 0 0 4 2 1 4 4 0 0 0 32 0 1 0 0",
+                           "input 8;value 8 0;add 1 0 0 9 0 0 8", "input 8;value 8 0;add 0 0 0 8 0 0 8",
                            "input 8;value 8 0;dance 1 0 0 8", "input 8;value 8 0;add 1 0 0", "input 8;value 8 0;add 5 0 0 8 0 0 8"};
     for (const char* one : wrong) {
         try {
@@ -209,6 +219,64 @@ void check_program() {
             ++failures;
         } catch (const std::runtime_error&) {
         }
+    }
+}
+
+// Two layers whose attention lies between sums: many rows at once give what few at a time do, and what a program a
+// layer does. `dtype`: of the cells.
+void check_stack(int dtype) {
+    constexpr size_t kWidth = 64, kHeads = 2, kSize = 32, kRows = 300, kBlocks = (kRows + 31) / 32;
+    const std::string type = std::to_string(dtype);
+    const auto layer = [&](size_t x, size_t first, size_t caches, int output) {  // makes five values from `first` on
+        const auto n = [](size_t number) { return std::to_string(number); };
+        return "value 64 -1;value 64 -1;value 64 -1;value 64 -1;value 64 " + std::to_string(output) +
+               ";add " + n(first) + " " + n(x) + " 0 64 " + n(x) + " 0 64" +
+               ";add " + n(first + 1) + " " + n(first) + " 0 64 " + n(x) + " 0 64" +
+               ";attend " + n(first + 2) + " " + n(first + 1) + " 0 64 " + n(first) + " 0 32 " + n(first) + " 32 32 2 1 32 32 100 " +
+               type + " " + type + " 32 3 0.2 0 0 0 -1 -1 " + n(caches) + " " + n(caches + 1) +
+               ";add " + n(first + 3) + " " + n(first + 2) + " 0 64 " + n(first + 1) + " 0 64" +
+               ";add " + n(first + 4) + " " + n(first + 3) + " 0 64 " + n(x) + " 0 64";
+    };
+    const auto whole = block::Program::parse("input 64;" + layer(0, 1, 0, -1) + ";" + layer(5, 6, 2, 0));
+    const auto one = block::Program::parse("input 64;" + layer(0, 1, 0, 0));
+    attention::Problem p = whole.steps[2].problem;
+    const size_t page = std::max(p.key_format.page_bytes(kSize), p.value_format.page_bytes(kSize));
+    std::normal_distribution<float> normal;
+    std::vector<float> x(kRows * kWidth);
+    for (float& value : x)
+        value = normal(generator);
+    std::vector<int32_t> blocks(kBlocks);
+    for (size_t i = 0; i < kBlocks; ++i)
+        blocks[i] = static_cast<int32_t>(kBlocks - 1 - i);
+    const int32_t block_starts[] = {0, kBlocks};
+    std::vector<std::unique_ptr<Buffer>> caches;
+    for (size_t i = 0; i < 4; ++i)
+        caches.push_back(std::make_unique<Buffer>(kBlocks * page, 64));
+    const auto run = [&](const block::Program& program, const float* rows, size_t past, size_t count, size_t cache,
+                         float* y, size_t threads) {
+        const auto before = static_cast<int32_t>(past);
+        const int32_t starts[] = {0, static_cast<int32_t>(count)};
+        std::vector<const void*> ports{rows, &before, starts, blocks.data(), block_starts};
+        for (size_t i = 0; i < program.caches; ++i)
+            ports.push_back(caches[cache + i]->data());
+        program.run(ports, {y}, count, 1, threads);
+    };
+    std::vector<float> expected(kRows * kWidth), between(kRows * kWidth), y(kRows * kWidth);
+    run(whole, x.data(), 0, kRows, 0, expected.data(), 2);
+    for (const size_t step : {size_t{1}, size_t{7}, size_t{290}, size_t{300}})
+        for (const size_t threads : {1, 2}) {
+            for (size_t past = 0; past < kRows; past += step)
+                run(whole, x.data() + past * kWidth, past, std::min(step, kRows - past), 0, y.data() + past * kWidth, threads);
+            if (y != expected) {
+                std::printf("cells %d, %zu rows at a time: not what all at once are\n", dtype, step);
+                ++failures;
+            }
+        }
+    run(one, x.data(), 0, kRows, 0, between.data(), 2);
+    run(one, between.data(), 0, kRows, 2, y.data(), 2);
+    if (y != expected) {
+        std::printf("cells %d: two layers are not one after the other\n", dtype);
+        ++failures;
     }
 }
 
@@ -222,6 +290,8 @@ int main() {
     for (const size_t columns : {1, 7, 16, 33, 576})
         check_rows(columns);
     check_program();
+    for (int dtype = 0; dtype < 7; ++dtype)
+        check_stack(dtype);
     std::printf("%d failures\n", failures);
     return failures != 0;
 }

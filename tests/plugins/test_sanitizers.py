@@ -23,7 +23,7 @@ def build(folder: Path, name: str, sources: list[Path], *flags: str) -> Path:
         pytest.skip("there is no C++ compiler")
 
     def compiled(source: Path) -> str:
-        target = folder / f"{name}-{source.stem}.o"
+        target = folder / f"{name}-{source.parent.name}-{source.stem}.o"
         command = [COMPILER, *COMMON, *flags, "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -49,9 +49,11 @@ def run(program: Path) -> None:
 def test_kernels_under_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
     sources = [
         CHECKS / "kernels_check.cpp",
-        *sorted((PLUGINS / "linear").glob("isa_*.cpp")),
+        *sorted(PLUGINS.glob("*/isa_*.cpp")),
         PLUGINS / "linear" / "kernel.cpp",
         PLUGINS / "block" / "program.cpp",
+        PLUGINS / "block" / "run.cpp",
+        PLUGINS / "paged_attention" / "kernel.cpp",
         PLUGINS / "native" / "pool.cpp",
     ]
     run(build(tmp_path, "kernels", sources, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
