@@ -240,7 +240,9 @@ class EngineCore:
         """What the flight brings; and its successor is launched where that is sure to be right."""
         if beside is not None:
             beside()
-        ahead = flight.successor(self.scheduler) if self.speculator is None else None
+        # What to draft follows from the tokens of this step.
+        drafts = self.speculator is not None and self.speculator.may_draft(self.scheduler.running)
+        ahead = flight.successor(self.scheduler) if not drafts else None
         logits, sampled = device.collect()
         if ahead is not None:
             assert sampled is not None

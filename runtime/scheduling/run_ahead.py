@@ -26,7 +26,7 @@ def follow(step: ScheduledStep, scheduler: Scheduler) -> ScheduledStep | None:
     The sequences get the blocks that this takes. They keep them if it does not come to that.
     """
     kv, running = scheduler.kv, scheduler.running
-    if step.num_prefill_tokens or step.num_draft_tokens or kv.spill is not None or scheduler.can_start():
+    if step.num_prefill_tokens or step.num_draft_tokens or scheduler.can_start():
         return None
     if len(step.sequences) != sum([len(request.live) for request in running]):
         return None
@@ -47,10 +47,14 @@ def follow(step: ScheduledStep, scheduler: Scheduler) -> ScheduledStep | None:
     # A block for each request is left, so that nobody is preempted for what may not be needed.
     if growing and kv.pool.num_free - kv.reserved - len(growing) < len(running):
         return None
+    # Evicted blocks that are kept would have to be read off the device before.
+    if kv.spill is not None and len(growing) > kv.pool.num_free - kv.pool.num_idle:
+        return None
     copies: list[tuple[int, int]] = []
     for sequence in growing:
         kv.grow(sequence, 2, copies)
     assert not copies, "a block that the running step writes is shared"
+    assert not kv.moves, "a block was evicted that is kept"
     following = ScheduledStep()
     following.sequences = step.sequences
     following.num_decode_tokens = step.num_decode_tokens

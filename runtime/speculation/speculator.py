@@ -91,6 +91,12 @@ class Speculator:
         self._drafting_seconds = self._clock() - began
         self._stats.spec_decode_draft_seconds += self._drafting_seconds
 
+    def may_draft(self, running: Iterable[Request]) -> bool:
+        """Whether any of the running requests may be drafted for before the next step."""
+        return self.enabled and any(
+            self._may_draft(request, sequence) for request in running for sequence in request.live
+        )
+
     def _may_draft(self, request: Request, sequence: Sequence) -> bool:
         if request.beam is not None or request.params.speculation is False or not request.forked:
             return False

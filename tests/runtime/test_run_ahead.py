@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from core_driver import Driver, make_core, make_request, random_prompts
 from device_model import DeviceHashModel
+from drafters import PartlyRight
 
 from runtime.engine_core import EngineCore
 from runtime.engine_loop import EngineLoop
@@ -50,7 +51,15 @@ def core_of(executor: DeviceHashModel, **options: Any) -> EngineCore:
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_seqs": 3}, {"num_blocks": 24}, {"batching": "static"}, {"scheduling_policy": "priority"}],
+    [
+        {},
+        {"max_num_seqs": 3},
+        {"num_blocks": 24},
+        {"batching": "static"},
+        {"scheduling_policy": "priority"},
+        {"swap_cached_blocks": True},
+        {"swap_cached_blocks": True, "num_blocks": 24},
+    ],
     ids=str,
 )
 def test_every_step_is_the_one_that_the_scheduler_plans(block_size: int, options: dict[str, Any]) -> None:
@@ -81,7 +90,8 @@ def test_every_step_is_the_one_that_the_scheduler_plans(block_size: int, options
         assert new[0] == new[1]
     assert not device.core.has_work()
     assert device.core.kv.pool.num_used == 0
-    assert ahead > steps / 5
+    # Where blocks are kept, and each token takes one, only the few steps before the pool is full.
+    assert ahead > (0 if "swap_cached_blocks" in options else steps / 5)
 
 
 def test_all_but_prompts_and_ends_are_launched_ahead() -> None:
@@ -95,6 +105,44 @@ def test_all_but_prompts_and_ends_are_launched_ahead() -> None:
         ahead.append(executor.ahead)
     # The prompts' step, then decodes: that of the last token is known to be the last, and is followed by nothing.
     assert ahead == [False, *[True] * 10, False]
+
+
+def test_blocks_that_are_kept_when_they_are_evicted_hold_up_only_who_takes_one() -> None:
+    """Idle blocks fill the pool: a step that needs a new block is scheduled, for one must be read off the device."""
+    executor = EveryRow(num_blocks=12, block_size=4)
+    core = core_of(executor, swap_cached_blocks=True)
+    core.add_request(make_request("first", [9] * 20, max_tokens=24))  # leaves ten blocks that the cache knows
+    while core.has_work():
+        core.step()
+    assert core.kv.pool.num_free - core.kv.pool.num_idle == 2
+    core.add_request(make_request("a", [1, 2, 3], max_tokens=22))
+    ahead = []
+    while core.has_work():
+        core.step()
+        ahead.append(executor.ahead)
+    assert core.stats().spilled_blocks > 0
+    # The prompt's step, the last one, and each before a step that takes a block another request might come back for.
+    assert ahead.count(False) == 2 + 4
+    core.check()
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_where_nobody_may_be_drafted_for_steps_are_launched_ahead(drafted: bool) -> None:
+    """Speculation that is switched off, or that a request does without, holds nothing up; drafts do."""
+    executor = EveryRow(num_blocks=60, block_size=4)
+    core = core_of(executor, drafter=PartlyRight(lambda sequence: [], executor.vocab_size))
+    core.add_request(make_request("a", [1, 2, 3], max_tokens=12, speculation=None if drafted else False))
+    ahead = 0
+    while core.has_work():
+        core.step()
+        ahead += executor.ahead
+    assert (ahead == 0) if drafted else (ahead == 10)
+    core.set_speculation(False)
+    core.add_request(make_request("b", [1, 2, 3], max_tokens=12))
+    while core.has_work():
+        core.step()
+        ahead += executor.ahead
+    assert ahead == (10 if drafted else 20)
 
 
 def test_what_is_aborted_while_its_step_runs_is_gone_at_once() -> None:
