@@ -15,7 +15,8 @@ struct PlancastAttention {
     float scale, softcap, key_scale, value_scale;
 };
 
-// 0, or 1 where this machine does not have the instruction set (0 portable, 1 avx2, 2 avx512, 3 amx; -1 the best).
+// 0, or 1 where this machine does not have the instruction set (0 portable, 1 avx2, 2 avx512, 3
+// avx512_bf16, 4 amx; -1 the best).
 __attribute__((visibility("default"))) int plancast_attention(const PlancastAttention* a, int isa, int threads) {
     using namespace plancast::attention;
     const Kernels* used = kernels(isa < 0 ? best_isa() : static_cast<Isa>(isa));

@@ -1,7 +1,7 @@
 // What each instruction set brings: a file isa_*.cpp includes its vectors (simd_*.hpp), then cells.inc, softmax.inc,
-// work.inc and what computes products: tiles.inc and attend.inc, or those of AMX. Everything in them is of its own
-// namespace without a name, and nothing of the standard library is instantiated there but what is always inlined: no code
-// of one instruction set may be linked in for another.
+// work.inc and what computes products: tiles.inc, its own tiles_*.inc and attend.inc, or those of AMX. Everything in them
+// is of its own namespace without a name, and nothing of the standard library is instantiated there but what is always
+// inlined: no code of one instruction set may be linked in for another.
 #pragma once
 
 #include "paged_attention/kernel.hpp"
@@ -36,7 +36,7 @@ private:
 
 extern const Kernels kPortable;
 #ifdef PLANCAST_X86
-extern const Kernels kAvx2, kAvx512, kAmx;
+extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
 #endif
 
 }  // namespace plancast::attention

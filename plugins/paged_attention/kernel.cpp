@@ -125,6 +125,8 @@ const Kernels* kernels(Isa isa) {
 #ifdef PLANCAST_X86
     if (isa == Isa::amx)
         return &kAmx;
+    if (isa == Isa::avx512_bf16)
+        return &kAvx512Bf16;
     if (isa == Isa::avx512)
         return &kAvx512;
     if (isa == Isa::avx2)
@@ -135,8 +137,8 @@ const Kernels* kernels(Isa isa) {
 
 Isa best_isa() {
 #ifdef PLANCAST_X86
-    if (linear::best_isa() >= linear::Isa::amx && __builtin_cpu_supports("avx512vbmi"))
-        return Isa::amx;
+    if (linear::best_isa() >= linear::Isa::avx512_bf16 && __builtin_cpu_supports("avx512vbmi"))
+        return linear::best_isa() >= linear::Isa::amx ? Isa::amx : Isa::avx512_bf16;
     if (linear::best_isa() >= linear::Isa::avx512_vnni)
         return Isa::avx512;
     if (linear::best_isa() >= linear::Isa::avx2 && __builtin_cpu_supports("f16c"))

@@ -27,6 +27,7 @@ struct Format {
     bool rotate;
 
     bool packed() const { return dtype != Dtype::f32 && dtype != Dtype::f16 && dtype != Dtype::bf16; }
+    bool fp8() const { return dtype == Dtype::fp8_e4m3 || dtype == Dtype::fp8_e5m2; }
     bool integer() const { return dtype == Dtype::int8 || dtype == Dtype::int4; }
     size_t bits() const {
         return dtype == Dtype::f32 ? 32 : dtype == Dtype::f16 || dtype == Dtype::bf16 ? 16 : dtype == Dtype::int4 ? 4 : 8;
@@ -111,7 +112,7 @@ struct Kernels {
     void (*attend)(const Problem&, const Item& item, const Item* next, float* partials, uint32_t* counters);
 };
 
-enum class Isa : int { portable, avx2, avx512, amx };
+enum class Isa : int { portable, avx2, avx512, avx512_bf16, amx };
 
 // The kernels of an instruction set; null where this machine does not have it.
 const Kernels* kernels(Isa isa);

@@ -15,7 +15,7 @@ from plugins.paged_attention.kv_formats import DTYPES, KvFormat
 from plugins.paged_attention.memory import zeroed
 from plugins.paged_attention.native import formats
 
-ISAS = ("portable", "avx2", "avx512", "amx")
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 _ARRAYS = (
     "query", "key", "value", "out", "key_cache", "value_cache", "past_lens", "query_starts", "block_ids",
     "block_starts", "sinks", "alibi_slopes",

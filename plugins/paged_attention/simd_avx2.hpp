@@ -81,6 +81,13 @@ static inline void from_bf16_pairs(const uint16_t* p, F& first, F& second) {
     first = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
     second = {_mm256_castsi256_ps(_mm256_and_si256(a, upper)), _mm256_castsi256_ps(_mm256_and_si256(b, upper))};
 }
+static inline __m256 round_to_bf16(__m256 a) {
+    const __m256i x = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i rounded = _mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+    return _mm256_blendv_ps(_mm256_castsi256_ps(rounded), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+static inline F round_to_bf16(F x) { return {round_to_bf16(x.a), round_to_bf16(x.b)}; }
 static inline F from_half_bits(__m256i x) {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
 }

@@ -61,6 +61,13 @@ static inline void from_bf16_pairs(const uint16_t* p, F& first, F& second) {
     first = {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16))};
     second = {_mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
 }
+// To the nearest bf16 number, as a float; NaN stays.
+static inline F round_to_bf16(F a) {
+    const __m512i x = _mm512_castps_si512(a.v), odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(x, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i rounded = _mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), _mm512_castsi512_ps(rounded), a.v)};
+}
 static inline __m256i bytes16(const uint8_t* p) {
     return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -104,6 +104,13 @@ static inline float half_value(uint16_t h) {
 static inline F from_f16(const uint16_t* p) {
     return lanes([=](int i) { return half_value(p[i]); });
 }
+static inline F round_to_bf16(F a) {
+    return lanes([&](int i) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, &a.v[i], 4);
+        return a.v[i] != a.v[i] ? a.v[i] : from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+    });
+}
 static inline F from_bf16(const uint16_t* p) {
     return lanes([=](int i) { return from_bits(static_cast<uint32_t>(p[i]) << 16); });
 }
