@@ -131,7 +131,7 @@ def test_drafts_that_are_certain() -> None:
     assert executor.sampled > 0
 
 
-DRAFTED = {name: SAMPLED[name] for name in ("greedy", "unrestricted", "top_k", "top_p", "all", "logprobs", "stop")}
+DRAFTED = {name: SAMPLED[name] for name in ("greedy", "unrestricted", "top_p", "all", "logprobs")}
 
 
 def drafters(spread: int) -> list[DrawnFromTable]:
@@ -148,7 +148,7 @@ def test_drafts_that_were_drawn_are_verified_on_the_device(spread: int, sampled:
     """Tokens alone come back, but of requests that the host must sample and of drafts that do not fit: a step may name
     4000 tokens here, thirteen distributions over all the vocabulary."""
     ours, theirs = drafters(spread)
-    few = {name: DRAFTED[name] for name in ("unrestricted", "top_k", "logprobs")} | {"penalties": HOSTED["penalties"]}
+    few = {name: DRAFTED[name] for name in ("unrestricted", "logprobs")} | {"penalties": HOSTED["penalties"]}
     requests = requests_of(DRAFTED if sampled == "all" else few)
     host, _ = answers(HashModelExecutor, requests, drafter=theirs)
     device, executor = answers(KernelDevice, requests, drafter=ours)
@@ -183,7 +183,7 @@ def test_what_the_device_leaves_of_a_draft_the_host_finishes() -> None:
 
 def test_broken_logits_end_a_drafted_request_as_on_the_host() -> None:
     ours, theirs = drafters(40)
-    requests = requests_of({name: DRAFTED[name] for name in ("greedy", "unrestricted", "top_k")})
+    requests = requests_of({name: DRAFTED[name] for name in ("greedy", "unrestricted")})
     host, _ = answers(Broken, requests, drafter=theirs)
     device, _ = answers(BrokenDevice, requests, drafter=ours)
     check_equal(device, host)
