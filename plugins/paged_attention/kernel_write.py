@@ -25,9 +25,9 @@ def sequence_of_row(row, query_starts, num_sequences):
 
 @triton.jit
 def rope_and_write(
-    query,  # [T, num_heads * D]; unused without rotary embedding
-    key,  # [T, Hkv * D]
-    value,  # [T, Hkv * DV]
+    query,  # [T, num_heads * D], rows QUERY_ROW elements apart; unused without rotary embedding
+    key,  # [T, Hkv * D], rows KEY_ROW apart
+    value,  # [T, Hkv * DV], rows VALUE_ROW apart
     cos,  # [positions, ROTARY / 2]
     sin,
     positions,  # [T]
@@ -56,6 +56,9 @@ def rope_and_write(
     VALUE_PAGE: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    QUERY_ROW: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
     BLOCK_Q: tl.constexpr,  # covers a head
     BLOCK_D: tl.constexpr,  # covers a cell's data
     BLOCK_DV: tl.constexpr,
@@ -69,8 +72,11 @@ def rope_and_write(
         sin += at
     if head >= NUM_KV_HEADS:
         d = tl.arange(0, BLOCK_Q)
-        offset = (row.to(tl.int64) * NUM_HEADS + head - NUM_KV_HEADS) * HEAD_SIZE
-        turned = rotated(query + offset, d, cos, sin, HEAD_SIZE, ROTARY, INTERLEAVED)
+        h = head - NUM_KV_HEADS
+        offset = (row.to(tl.int64) * NUM_HEADS + h) * HEAD_SIZE
+        turned = rotated(
+            query + row.to(tl.int64) * QUERY_ROW + h * HEAD_SIZE, d, cos, sin, HEAD_SIZE, ROTARY, INTERLEAVED
+        )
         tl.store(query_out + offset + d, turned, mask=d < HEAD_SIZE)
         return
     b = sequence_of_row(row, query_starts, num_sequences)
@@ -81,7 +87,7 @@ def rope_and_write(
 
     KEY_INT4: tl.constexpr = KEY_FORMAT == "int4" or KEY_FORMAT == "int4z"
     KEY_BYTES: tl.constexpr = HEAD_SIZE // 2 if KEY_INT4 else HEAD_SIZE
-    key_head = key + (row.to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
+    key_head = key + row.to(tl.int64) * KEY_ROW + head * HEAD_SIZE
     d = tl.arange(0, BLOCK_D)
     low = rotated(key_head, d, cos, sin, HEAD_SIZE, ROTARY, INTERLEAVED)
     high = low
@@ -95,7 +101,7 @@ def rope_and_write(
 
     VALUE_INT4: tl.constexpr = VALUE_FORMAT == "int4" or VALUE_FORMAT == "int4z"
     VALUE_BYTES: tl.constexpr = V_HEAD_SIZE // 2 if VALUE_INT4 else V_HEAD_SIZE
-    value_head = value + (row.to(tl.int64) * NUM_KV_HEADS + head) * V_HEAD_SIZE
+    value_head = value + row.to(tl.int64) * VALUE_ROW + head * V_HEAD_SIZE
     dv = tl.arange(0, BLOCK_DV)
     low = tl.load(value_head + dv, mask=dv < V_HEAD_SIZE, other=0.0)
     high = low

@@ -82,9 +82,15 @@ class AttentionShape:
             "BLOCK_N": block_n,
         }
 
-    def write_constants(self, *, rotary: int, interleaved: bool) -> dict[str, Any]:
-        """Compile-time constants of `rope_and_write`."""
+    def write_constants(
+        self, *, rotary: int, interleaved: bool, rows: tuple[int, int, int] | None = None
+    ) -> dict[str, Any]:
+        """Compile-time constants of `rope_and_write`. `rows`: how many elements the rows of queries, of keys and of
+        values are apart (default: as many as they have)."""
+        keys = self.num_kv_heads * self.head_size
+        rows = rows or (self.num_heads * self.head_size, keys, self.num_kv_heads * self.v_head_size)
         return self.constants() | {
+            **dict(zip(("QUERY_ROW", "KEY_ROW", "VALUE_ROW"), rows, strict=True)),
             "ROTARY": rotary,
             "INTERLEAVED": interleaved,
             "BLOCK_Q": max(16, triton.next_power_of_2(self.head_size)),
@@ -126,21 +132,26 @@ def write(
 ) -> torch.Tensor | None:
     """Quantize new keys [T, Hkv * D] and values into their cells; with `rotary` > 0 also turn keys and `query`.
 
-    `cos` and `sin` are [positions, rotary / 2]. Returns the turned query [T, num_heads * D], or None without one.
+    Rows may be apart, as parts of a merged product are; their elements may not. `cos` and `sin` are [positions,
+    rotary / 2]. Returns the turned query [T, num_heads * D], or None without one.
     """
     tokens, sequences = key.shape[0], past_lens.shape[0]
     if tokens == 0:
         return query
     key_cells, key_scales = typed(key_cache, shape.key_format)
     value_cells, value_scales = typed(value_cache, shape.value_format)
-    turned = torch.empty_like(query) if query is not None and rotary else query
+    turned = query
+    if query is not None and rotary:
+        turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    rows = (key if query is None else query).stride(0), key.stride(0), value.stride(0)
     heads = shape.num_kv_heads + (shape.num_heads if query is not None and rotary else 0)
     unused = past_lens
     rope_and_write[(tokens, heads)](
         key if query is None else query, key, value, unused if cos is None else cos, unused if sin is None else sin,
         unused if positions is None else positions, past_lens, query_starts, block_ids, block_starts,
         key if turned is None else turned, key_cells, value_cells, key_scales, value_scales, sequences,
-        **shape.write_constants(rotary=rotary, interleaved=interleaved), num_warps=1, enable_fp_fusion=False,
+        **shape.write_constants(rotary=rotary, interleaved=interleaved, rows=rows), num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return turned
 

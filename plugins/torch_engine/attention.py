@@ -85,10 +85,12 @@ def attend_by_kernels(
         query, key = (rotated(x, layer.attributes["head_size"]) for x in (query, key))
     if layer.rotate in ("value", "both"):
         value = rotated(value, layer.attributes["v_head_size"])
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     if turn is None:
+        query = query.contiguous()
         torch_kernel.write(shape, key, value, *pages, *tables)
     else:
+        query = query if query.stride(-1) == 1 else query.contiguous()
         turned = torch_kernel.write(
             shape, key, value, *pages, *tables, query=query, cos=turn.cos, sin=turn.sin, positions=turn.rows,
             rotary=turn.rotary, interleaved=turn.interleaved,

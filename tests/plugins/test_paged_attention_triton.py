@@ -149,6 +149,15 @@ def test_rotary_embedding_fused_with_the_write(rotary, interleaved):
     rows = form.read(caches[0].numpy(), np.array([block]), a["block_size"], 16)[0, :, cell]
     expected = turned(case.inputs["key"], 2)[3].reshape(2, 16)
     np.testing.assert_allclose(rows, expected, rtol=2**-8)
+    # The same out of a merged product, whose rows hold all three.
+    parts = torch.cat((query, key, value, torch.full_like(key, 9.0)), 1).split([64, 32, 32, 32], 1)
+    others = [torch.from_numpy(form.empty_cache(size, 2, a["block_size"], 16)) for _ in range(2)]
+    again = torch_kernel.write(
+        shape, *parts[1:3], *others, *tables, query=parts[0], cos=torch.from_numpy(cos), sin=torch.from_numpy(sin),
+        positions=torch.from_numpy(positions), rotary=rotary, interleaved=interleaved,
+    )  # fmt: skip
+    assert torch.equal(again, result)
+    assert all(torch.equal(mine, other) for mine, other in zip(others, caches, strict=True))
 
 
 def test_blocks_are_copied_in_order_and_swapped_out_and_in():
