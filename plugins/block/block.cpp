@@ -20,14 +20,15 @@ void Block::validate_and_infer_types() {
 
 void Block::check_inputs() const {
     const block::Program& program = *program_;
-    const size_t leading = program.leading(), tables = program.inputs, caches = tables + block::Program::kTables;
+    const bool pool = !program.places.empty();
+    const size_t leading = program.leading() - (pool ? program.caches - 1 : 0), tables = program.inputs, caches = tables + block::Program::kTables;
     NODE_VALIDATION_CHECK(this, get_input_size() >= leading && program.inputs > 0, "too few inputs");
     for (size_t i = 0; i < program.inputs; ++i)
         NODE_VALIDATION_CHECK(this, get_input_element_type(i) == ov::element::f32, "input ", i, " must be f32");
     if (!program.constants.empty())
         NODE_VALIDATION_CHECK(this, get_input_size() == leading + 1, "all constants must be one input");
     else
-        NODE_VALIDATION_CHECK(this, get_input_size() >= program.ports, "too few constants");
+        NODE_VALIDATION_CHECK(this, get_input_size() + program.leading() - leading >= program.ports, "too few constants");
     if (!program.attends)
         return;
     for (size_t i = tables; i < caches; ++i)
@@ -38,6 +39,13 @@ void Block::check_inputs() const {
         NODE_VALIDATION_CHECK(this, get_input_partial_shape(input).compatible(expected), "cache ", input, " is ",
                               get_input_partial_shape(input), ", and its format takes ", expected);
     };
+    if (pool) {
+        const ov::PartialShape expected{-1, static_cast<int64_t>(program.block_bytes)};
+        NODE_VALIDATION_CHECK(this, get_input_element_type(caches) == ov::element::u8, "caches must be u8");
+        NODE_VALIDATION_CHECK(this, get_input_partial_shape(caches).compatible(expected), "the caches are ",
+                              get_input_partial_shape(caches), ", and their formats take ", expected);
+        return;
+    }
     for (const block::Step& step : program.steps) {
         const attention::Problem& p = step.problem;
         if (step.kind != block::Step::attend)
@@ -68,14 +76,20 @@ bool Block::evaluate(ov::TensorVector& outputs, const ov::TensorVector& inputs) 
             outputs[static_cast<size_t>(value.output)].set_shape({rows, value.width});
     for (size_t i = 0; i < outputs.size(); ++i)
         results[i] = outputs[i].data<float>();
-    std::vector<const void*> ports(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i)
-        ports[i] = inputs[i].data();
-    if (!program_->constants.empty()) {
-        const auto* all = static_cast<const uint8_t*>(ports.back());
-        ports.pop_back();
-        for (const size_t first : program_->constants)
-            ports.push_back(all + first);
+    std::vector<const void*> ports;
+    ports.reserve(program_->leading() + inputs.size() + program_->constants.size());
+    const size_t pool = program_->places.empty() ? inputs.size() : program_->inputs + block::Program::kTables;
+    const size_t constants = program_->constants.empty() ? inputs.size() : inputs.size() - 1;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        const auto* all = static_cast<const uint8_t*>(inputs[i].data());
+        if (i == pool)
+            for (size_t cache = 0; cache < program_->caches; ++cache)
+                ports.push_back(all + program_->places[cache]);
+        else if (i == constants)
+            for (const size_t first : program_->constants)
+                ports.push_back(all + first);
+        else
+            ports.push_back(all);
     }
     const size_t sequences = program_->attends ? inputs[program_->inputs].get_size() : 0;
     program_->run(ports, results, rows, sequences, static_cast<size_t>(parallel_get_max_threads()));

@@ -4,8 +4,9 @@ OpenVINO spends 10 us and more a node of ours on shapes and dispatch; all layers
 threads no more often than they must, and keep what passes between their steps in the cache.
 
 A block takes rows `[rows, width]` f32 (trailing axes are one width), then, where it attends, `TABLES` i32 and caches u8
-(`plugins.paged_attention.native`), then constants (one input holds them all, where they can be one). It is a program
-over *values*: the inputs, and what steps make. A step reads columns of values and makes a value:
+(`plugins.paged_attention.native`; one input may hold all of them), then constants (one input holds them all, where they
+can be one). It is a program over *values*: the inputs, and what steps make. A step reads columns of values and makes a
+value:
 
 - `linear`: a product with a packed weight (`plugins.linear.op`), of the rows as they are, of their RMS norm, or of
   `silu(gate) * up`; then a bias and a residual are added, where there are any.
@@ -66,6 +67,10 @@ class Program:
     def constants(self, begins: list[int]) -> None:
         """The constants lie in one input, u8, after the rows: where each begins, in bytes."""
         self._lines.append(" ".join(["constants", str(len(begins)), *map(str, begins)]))
+
+    def pool(self, block_bytes: int, begins: list[int]) -> None:
+        """All caches lie in one input, u8 [num_blocks, block_bytes]: where each begins in a block, in bytes."""
+        self._lines.append(" ".join(["pool", str(len(begins)), str(block_bytes), *map(str, begins)]))
 
     @property
     def text(self) -> str:

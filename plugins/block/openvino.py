@@ -6,7 +6,9 @@ no path leaves a group and comes back; each group with more than one step is rep
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import numpy as np
 import openvino as ov
@@ -15,6 +17,7 @@ from openvino.utils.node_factory import NodeFactory
 from plugins.block.op import OP_TYPE, Columns, Program
 from plugins.block.patterns import Key, Match, key_of, match, row_width, split_parts
 
+POOL = "kv_cache.all"  # the name of the input that holds every layer's caches
 _LINE = 64  # bytes of a cache line
 _SMALLEST = 2  # steps of a block: one alone gains nothing
 
@@ -33,12 +36,43 @@ def fuse_blocks(model: ov.Model, native: Path) -> int:
     factory = NodeFactory()
     factory.add_extension(str(native))
     made: dict[Key, ov.Output] = {}  # what a value has become
-    blocks = 0
-    for group in _groups(model, matches):
-        if len(group) >= _SMALLEST:
-            _Builder(group, factory, made).build()
-            blocks += 1
-    return blocks
+    groups = [group for group in _groups(model, matches) if len(group) >= _SMALLEST]
+    pool = _join_caches(model, groups)
+    for group in groups:
+        _Builder(group, factory, made, pool).build()
+    return len(groups)
+
+
+class _Pool(NamedTuple):
+    """All caches as one input u8 [num_blocks, bytes]: a block of every layer is one run of bytes."""
+
+    caches: ov.Output
+    begins: dict[Key, int]  # in a block, in bytes
+
+
+def _join_caches(model: ov.Model, groups: list[list[Match]]) -> _Pool | None:
+    """Make the caches of a model one input, `POOL`, where blocks alone use them: each input costs 3 us a step."""
+    attention = {
+        name: matched for group in groups for matched in group if matched.kind == "attend" for name in matched.absorbed
+    }
+    caches = {key_of(cache): cache for matched in attention.values() for cache in matched.caches}
+    begins: dict[Key, int] = {}
+    end = 0
+    for key, cache in caches.items():
+        users = {target.get_node().get_name() for target in cache.get_target_inputs()}
+        if cache.get_node().get_type_name() != "Parameter" or not users <= attention.keys():
+            return None
+        begins[key] = end
+        end += math.prod(dimension.get_length() for dimension in list(cache.get_partial_shape())[1:])
+    if len(caches) < 2:
+        return None
+    pool = ov.op.Parameter(ov.Type.u8, ov.PartialShape([-1, end]))
+    pool.set_friendly_name(POOL)
+    pool.output(0).set_names({POOL})
+    model.add_parameters([pool])
+    for cache in caches.values():
+        model.remove_parameter(cast(ov.op.Parameter, cache.get_node()))
+    return _Pool(pool.output(0), begins)
 
 
 def _matches(model: ov.Model) -> dict[Key, Match]:
@@ -96,8 +130,8 @@ def _groups(model: ov.Model, matches: dict[Key, Match]) -> list[list[Match]]:
 class _Builder:
     """Turns one group into one node."""
 
-    def __init__(self, group: list[Match], factory: NodeFactory, made: dict[Key, ov.Output]):
-        self.factory, self.made = factory, made
+    def __init__(self, group: list[Match], factory: NodeFactory, made: dict[Key, ov.Output], pool: _Pool | None):
+        self.factory, self.made, self.pool = factory, made, pool
         self.matches = {key_of(matched.output): matched for matched in group}
         self.absorbed = {name for matched in group for name in matched.absorbed}
         self.users: dict[Key, list[Match]] = {}
@@ -127,8 +161,12 @@ class _Builder:
         attention = [matched for matched in self.matches.values() if matched.kind == "attend"]
         self.caches = {key_of(cache): cache for matched in attention for cache in matched.caches}
         tables = attention[0].tables if attention else ()
+        self.first_port = len(rows) + len(tables) + len(self.caches)
         leading = [*rows, *tables, *self.caches.values()]
-        self.first_port = len(leading)
+        if self.caches and self.pool is not None:
+            leading = [*rows, *tables, self.pool.caches]
+            block_bytes = self.pool.caches.get_partial_shape()[1].get_length()
+            self.program.pool(block_bytes, [self.pool.begins[key] for key in self.caches])
         self.results = {key_of(output): index for index, output in enumerate(self.left)}
         for matched in self.matches.values():
             if not self._is_taken_in(matched):

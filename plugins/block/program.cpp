@@ -120,6 +120,13 @@ Program Program::parse(const std::string& text) {
                 first = in.next<size_t>();
             continue;
         }
+        if (name == "pool") {
+            program.places.resize(in.next<size_t>());
+            program.block_bytes = in.next<size_t>();
+            for (size_t& first : program.places)
+                first = in.next<size_t>();
+            continue;
+        }
         Step step{};
         step.target = in.next<size_t>();
         if (name == "linear") {
@@ -180,6 +187,8 @@ Program Program::parse(const std::string& text) {
     for (size_t i = program.inputs; i < program.values.size(); ++i)
         if (!made[i])
             throw std::runtime_error("a block's value " + std::to_string(i) + " is made by no step");
+    if (!program.places.empty())
+        program.share_pool();
     for (const Step& step : program.steps)
         for (const int port : {step.weight_port, step.gain_port, step.bias_port, step.sinks_port, step.alibi_port})
             program.ports = std::max(program.ports, static_cast<size_t>(port + 1));
@@ -187,6 +196,20 @@ Program Program::parse(const std::string& text) {
         throw std::runtime_error("a block's step takes a constant that is not there");
     program.lay_out();
     return program;
+}
+
+void Program::share_pool() {
+    for (Step& step : steps) {
+        attention::Problem& p = step.problem;
+        if (step.kind != Step::attend)
+            continue;
+        const auto fits = [&](size_t cache, size_t bytes) {
+            return cache < places.size() && places[cache] + bytes <= block_bytes;
+        };
+        if (!fits(step.key_cache, p.key_block_bytes) || !fits(step.value_cache, p.value_block_bytes))
+            throw std::runtime_error("a block's step attends to a cache that is not in the pool's blocks");
+        p.key_block_bytes = p.value_block_bytes = block_bytes;
+    }
 }
 
 void Program::lay_out() {

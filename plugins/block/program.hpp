@@ -49,6 +49,10 @@ struct Program {
     // Constants are the ports after all those.
     bool attends = false;
     size_t caches = 0;
+    // Where each cache begins in the one input that holds them all, block by block, in bytes of a block, and the bytes of
+    // a block in it; none: each is an input.
+    std::vector<size_t> places;
+    size_t block_bytes = 0;
     // Where the constants begin in the one input after the others that holds them all; none: each is an input.
     std::vector<size_t> constants;
     size_t ports = 0;  // that the steps take
@@ -59,7 +63,7 @@ struct Program {
     size_t kept_floats = 0, passing_floats = 0;  // a row, of values that leave no trace
 
     static constexpr size_t kTables = 4;
-    // Inputs before the constants.
+    // Ports before the constants.
     size_t leading() const { return inputs + (attends ? kTables + caches : 0); }
 
     // Raises std::runtime_error where `text` is no program.
@@ -71,6 +75,7 @@ struct Program {
              size_t threads) const;
 
 private:
+    void share_pool();
     void lay_out();
 };
 

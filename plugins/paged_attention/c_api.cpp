@@ -44,11 +44,11 @@ __attribute__((visibility("default"))) int plancast_attention(const PlancastAtte
     p.head_size = a->head_size;
     p.v_head_size = a->v_head_size;
     p.sliding_window = a->sliding_window;
-    p.dense();
     p.scale = a->scale;
     p.softcap = a->softcap;
     p.key_format = format(a->key_format, a->key_scale);
     p.value_format = format(a->value_format, a->value_scale);
+    p.dense();
     thread_local Workspace workspace;
     run(p, *used, threads, workspace);
     return 0;

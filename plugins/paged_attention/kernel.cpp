@@ -43,12 +43,12 @@ bool read_settings(const int32_t* settings, const float* scalars, Problem& p) {
     p.num_kv_heads = static_cast<size_t>(settings[kv_heads]);
     p.head_size = static_cast<size_t>(settings[head_size]);
     p.v_head_size = static_cast<size_t>(settings[v_head_size]);
-    p.dense();
     p.sliding_window = static_cast<size_t>(settings[window]);
     p.scale = scalars[scale];
     p.softcap = scalars[softcap];
     p.key_format = format(key_dtype, key_scale, 1);
     p.value_format = format(value_dtype, value_scale, 2);
+    p.dense();
     return true;
 }
 

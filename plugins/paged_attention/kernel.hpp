@@ -56,17 +56,20 @@ struct Problem {
     size_t sequences;
     size_t num_heads, num_kv_heads, head_size, v_head_size;
     size_t query_stride, key_stride, value_stride, out_stride;  // floats from a token to the next; see `dense`
+    size_t key_block_bytes, value_block_bytes;                  // bytes from a block to the next
     float scale, softcap;
     size_t sliding_window;  // 0: none
     Format key_format, value_format;
 
     size_t group() const { return num_heads / num_kv_heads; }
-    // Tokens lie end to end.
+    // Tokens and blocks lie end to end.
     void dense() {
         query_stride = num_heads * head_size;
         key_stride = num_kv_heads * head_size;
         value_stride = num_kv_heads * v_head_size;
         out_stride = num_heads * v_head_size;
+        key_block_bytes = num_kv_heads * key_format.page_bytes(head_size);
+        value_block_bytes = num_kv_heads * value_format.page_bytes(v_head_size);
     }
 };
 

@@ -205,6 +205,8 @@ void check_program() {
                            "input 8;value 8 0;value 8 1;copy 1 0 0 8",
                            "input 8;value 8 0;input 8;copy 1 0 0 8",
                            "input 8;value 8 0;norm 1 0 0 8 2 1e-05;constants 1 0",
+                           // a cache that ends behind its pool's block
+                           "input 8;value 8 0;attend 1 0 0 8 0 0 4 0 0 4 2 1 4 4 0 0 0 32 0 1 0 0 0 -1 -1 0 1;pool 2 1023 0 512",
                            // attention: a value that is too narrow, another type, heads that do not fit, an early end
                            "input 8;value 4 0;attend 1 0 0 8 0 0 4 0 0 4 2 1 4 4 0 0 0 32 0 1 0 0 0 -1 -1 0 1",
                            "input 8;value 8 0;attend 1 0 0 8 0 0 4 0 0 4 2 1 4 4 0 7 0 32 0 1 0 0 0 -1 -1 0 1",
@@ -239,6 +241,12 @@ void check_stack(int dtype) {
     };
     const auto whole = block::Program::parse("input 64;" + layer(0, 1, 0, -1) + ";" + layer(5, 6, 2, 0));
     const auto one = block::Program::parse("input 64;" + layer(0, 1, 0, 0));
+    const size_t page_bytes = 2 * (whole.steps[2].problem.key_block_bytes + whole.steps[2].problem.value_block_bytes);
+    const size_t places[] = {page_bytes / 2, 0, page_bytes * 3 / 4, page_bytes / 4};
+    std::string pool = ";pool 4 " + std::to_string(page_bytes);
+    for (const size_t first : places)
+        pool += " " + std::to_string(first);
+    const auto joined = block::Program::parse("input 64;" + layer(0, 1, 0, -1) + ";" + layer(5, 6, 2, 0) + pool);
     attention::Problem p = whole.steps[2].problem;
     const size_t page = std::max(p.key_format.page_bytes(kSize), p.value_format.page_bytes(kSize));
     std::normal_distribution<float> normal;
@@ -272,6 +280,18 @@ void check_stack(int dtype) {
                 ++failures;
             }
         }
+    {  // all caches in one memory
+        Buffer memory(kBlocks * page_bytes, 64);
+        const int32_t before = 0, starts[] = {0, kRows};
+        std::vector<const void*> ports{x.data(), &before, starts, blocks.data(), block_starts};
+        for (const size_t first : places)
+            ports.push_back(memory.data() + first);
+        joined.run(ports, {y.data()}, kRows, 1, 2);
+        if (y != expected) {
+            std::printf("cells %d: not the same in one pool\n", dtype);
+            ++failures;
+        }
+    }
     run(one, x.data(), 0, kRows, 0, between.data(), 2);
     run(one, between.data(), 0, kRows, 2, y.data(), 2);
     if (y != expected) {

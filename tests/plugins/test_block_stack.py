@@ -61,6 +61,8 @@ def test_every_family_gives_the_same_bits(family: str, tmp_path: Path, monkeypat
     np.testing.assert_array_equal(probe(together), probe(apart))
     if family == "llama":
         assert ours(together) == 2, "all layers but the last one's rows that say something, and those with the head"
+        caches = [port.any_name for port in together.inputs if "_cache." in port.any_name]
+        assert caches == [block.POOL], "each input costs time at each step"
 
 
 def run(model: ov.CompiledModel, tiny: TinyOnnx, steps: list[dict[int, int]]) -> list[NDArray[np.float32]]:
