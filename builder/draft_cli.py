@@ -45,7 +45,7 @@ def train(
     learning_rate: Annotated[float, typer.Option(min=1e-7)] = 6e-4,
     passes: Annotated[
         int, typer.Option(min=1, max=8, help="Of a head: positions of a draft that the second half trains on.")
-    ] = 1,
+    ] = 3,
     batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a step.")] = 2048,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     max_answer: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 192,

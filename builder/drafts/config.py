@@ -34,7 +34,7 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     draft_length: int = 5  # positions that acceptance is measured at
     # A head: positions of a draft that the second half of the steps trains on (the first half: one), and what its
     # features' loss weighs beside its reading's.
-    passes: int = 1
+    passes: int = 3
     feature_weight: float = 0.3
 
     def __post_init__(self) -> None:
