@@ -46,7 +46,10 @@ class OpenVinoGenAI(Peer):
     def prepare(self, setting: Setting, progress: Progress) -> dict[str, Any]:
         recipe = setting.recipe
         weights = _WEIGHTS.get(recipe.weights.dtype, "int8")
-        target = models_folder() / f"{setting.checkpoint_key}-openvino-{weights}"
+        groups: tuple[str, ...] = ()
+        if weights == "int4":  # its default of 128 does not divide every width; the recipe's do
+            groups = ("--group-size", str(recipe.weights.group_size or -1))
+        target = models_folder() / "-".join([setting.checkpoint_key, "openvino", weights, *groups[1:]])
         if not target.exists():
             progress.update(f"exporting with {weights} weights", 0, None)
             part = target.with_name(f"{target.name}.part")
@@ -54,7 +57,7 @@ class OpenVinoGenAI(Peer):
             command = [
                 str(ENVIRONMENT.folder / "bin" / "optimum-cli"),
                 *("export", "openvino", "--model", str(setting.checkpoint), "--task", "text-generation-with-past"),
-                *("--weight-format", weights, str(part)),
+                *("--weight-format", weights, *groups, str(part)),
             ]
             run(command, f"export {setting.checkpoint} for OpenVINO GenAI")
             part.rename(target)
