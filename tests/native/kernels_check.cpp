@@ -17,6 +17,8 @@
 using namespace plancast;
 using namespace plancast::linear;
 
+int check_attention();  // attention_check.cpp: how many cases failed
+
 namespace {
 
 std::mt19937 generator(1);
@@ -312,6 +314,7 @@ int main() {
     check_program();
     for (int dtype = 0; dtype < 7; ++dtype)
         check_stack(dtype);
+    failures += check_attention();
     std::printf("%d failures\n", failures);
     return failures != 0;
 }

@@ -49,6 +49,7 @@ def run(program: Path) -> None:
 def test_kernels_under_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
     sources = [
         CHECKS / "kernels_check.cpp",
+        CHECKS / "attention_check.cpp",
         *sorted(PLUGINS.glob("*/isa_*.cpp")),
         PLUGINS / "linear" / "kernel.cpp",
         PLUGINS / "block" / "program.cpp",
