@@ -94,8 +94,8 @@ def backends(packages: Packages, gpu: dict[str, Any]) -> dict[str, dict[str, Any
     trt = absent("tensorrt")
     found["tensorrt"] = _state(
         not trt and not lacking and not no_gpu,
-        False,
-        [_lacks(trt), _lacks(lacking), no_gpu, "no executor for its engines in this version"],
+        not trt and not no_gpu,
+        [_lacks(trt), _lacks(lacking), no_gpu, "tried with a simulated library alone"],
     )
     return found
 

@@ -1,4 +1,4 @@
-"""The Triton kernels that run between segments and after them: which ones a graph needs, and their compilation ahead
+"""The Triton kernels that run between engines and beside them: which ones a graph needs, and their compilation ahead
 of time."""
 
 from __future__ import annotations
@@ -54,17 +54,30 @@ def describe(variant: Variant) -> Kernel:
     return Kernel(parameters, variant.num_warps, constants)
 
 
+def side_kernels(attentions: Sequence[ir.Node]) -> Kernels:
+    """The kernels beside an engine that attends itself at these nodes: those that sample, and that copy blocks."""
+    make: dict[str, Any] = {name: lambda cc, v=variant: v for name, variant in kernel_variants().items()}
+    copies: dict[str, str] = {}
+    for node in attentions:
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        for size in _Layer(attributes).block_bytes:
+            word = copy_word(size)
+            name = copies.setdefault(str(word), f"copy-{len(copies)}")
+            make.setdefault(name, lambda cc, word=word: _copy(word))
+    return Kernels((), copies, make)
+
+
 def plan_kernels(attentions: Sequence[ir.Node], *, activation: str = "*fp16") -> Kernels:
-    """The kernels of attention nodes whose queries, keys and values are of the pointer type `activation`; and those
-    that sample.
+    """The kernels of attention nodes whose queries, keys and values are of the pointer type `activation`, and
+    `side_kernels`.
 
     Raises:
         BuildError: an attribute that the kernels do not compute here.
     """
-    make: dict[str, Any] = {name: lambda cc, v=variant: v for name, variant in kernel_variants().items()}
+    side = side_kernels(attentions)
+    make = dict(side.make)
     names: dict[tuple, str] = {}
     layers = []
-    copies: dict[str, str] = {}
 
     def kernel(kind: str, key: tuple, function: Any) -> str:
         known = names.setdefault((kind, *key), f"{kind}-{sum(k[0] == kind for k in names)}")
@@ -83,9 +96,6 @@ def plan_kernels(attentions: Sequence[ir.Node], *, activation: str = "*fp16") ->
         key = tuple(sorted((k, v) for k, v in attributes.items() if k != "layer"))
         plan = _Layer(attributes, activation, **{f"has_{name}": value is not None for name, value in optional.items()})
         key = (*key, plan.has_sinks, plan.has_alibi_slopes)
-        for size in plan.block_bytes:
-            word = copy_word(size)
-            copies[str(word)] = kernel("copy", (word,), lambda cc, word=word: _copy(word))
         layers.append(
             Attention(
                 layer=attributes["layer"], num_heads=attributes["num_heads"], num_kv_heads=attributes["num_kv_heads"],
@@ -98,15 +108,15 @@ def plan_kernels(attentions: Sequence[ir.Node], *, activation: str = "*fp16") ->
                 prefill=kernel("attend", (*key, "prefill"), lambda cc, p=plan: p.attend(cc, 1, 64)),
             )
         )  # fmt: skip
-    return Kernels(tuple(layers), copies, make)
+    return Kernels(tuple(layers), side.copies, make)
 
 
 @dataclass(frozen=True)
 class _Layer:
     attributes: dict[str, Any]
-    activation: str
-    has_sinks: bool
-    has_alibi_slopes: bool
+    activation: str = "*fp16"
+    has_sinks: bool = False
+    has_alibi_slopes: bool = False
 
     @property
     def block_bytes(self) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""A graph as segments and kernels: what TensorRT-RTX compiles, what Triton compiles, and the plan that joins them."""
+"""A graph as engines and kernels: what TensorRT or TensorRT-RTX compiles, what Triton compiles, and the plan that joins
+them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from runtime.executors.segments.plan import Segment as SegmentInfo
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+ENGINE = "segments.json"  # the plan's file, which is what a manifest calls the engine
 _DTYPES = {"FLOAT16": "f16", "BFLOAT16": "bf16", "FLOAT": "f32", "INT32": "i32", "INT64": "i64"}
 
 
@@ -49,6 +51,23 @@ def make_plan(
     return SegmentPlan(
         format=FORMAT, values=values, segments=tuple(infos), attentions=kernels.layers, kernels=compiled,
         copies=kernels.copies, sample=SAMPLE, score=SCORE, verify=VERIFY,
+    )  # fmt: skip
+
+
+def make_engine_plan(
+    graph: ir.Model, kernels: Kernels, info: SegmentInfo, compiled: dict[str, Kernel], max_blocks: int
+) -> SegmentPlan:
+    """The same of one engine that attends itself. `graph`: with its caches as pages, of up to `max_blocks` blocks."""
+    caches = {}
+    for value in graph.graph.inputs:
+        part, _, layer = (value.name or "").partition(".")
+        if part in ("key_cache", "value_cache"):
+            caches[int(layer), part] = tuple(int(str(dim)) for dim in list(value.shape or ())[1:])
+    return SegmentPlan(
+        format=FORMAT, values={value.name or "": _value(value, value.dtype) for value in graph.graph.outputs},
+        segments=(info,), attentions=(), kernels=compiled, copies=kernels.copies, sample=SAMPLE, score=SCORE,
+        verify=VERIFY, caches={f"{part}.{layer}": caches[layer, part] for layer, part in sorted(caches)},
+        max_blocks=max_blocks,
     )  # fmt: skip
 
 

@@ -1,19 +1,28 @@
 """TensorRT 11: one engine of the graph with our plugins in it, built on a machine with the GPU that it is for.
 
-The plugins' kernels are compiled ahead of time by Triton and lie in the engine as PTX. Where TensorRT's library is not
+The plugins' kernels are compiled ahead of time by Triton and lie in the engine as PTX; those that sample and copy
+blocks lie beside it. `runtime/executors/segments/` runs both, as a plan of one segment. Where TensorRT's library is not
 installed, everything up to it is done and one line says what is missing.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from builder.backends.kv_layout import layout_of
-from builder.backends.trt_log import Log
+from builder.backends.segment_kernels import compile_kernels, side_kernels
+from builder.backends.segment_plan import ENGINE, make_engine_plan
+from builder.tracing.signature import attention_nodes
 from plugins.paged_attention.kv_formats import KvFormat
 from runtime.errors import BuildError, PlancastError
+from runtime.executors.segments.engines import Log
+from runtime.executors.segments.engines import load_library as load
+from runtime.executors.segments.plan import Segment
 from runtime.kv_layout import KvLayout
 from runtime.manifest import BackendInfo
 
@@ -23,9 +32,8 @@ if TYPE_CHECKING:
     from builder.recipe import Recipe
     from zoo.progress import Progress
 
-ENGINE = "engine.plan"
+PLAN = "engine.plan"  # TensorRT's own file
 _BLOCKS = (1, 4096, 1 << 20)  # of the KV pool
-_MAJOR = "11"
 
 
 @dataclass(frozen=True)
@@ -61,13 +69,20 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
     if progress:
         progress.update("kernels", 0, None)
     compile_plugins(graph)
-    trt = load_library()
-    require_gpu(capability)
-    path = folder / ENGINE
+    before = set(folder.iterdir())
     try:
+        kernels = side_kernels(attention_nodes(model))
+        compiled = compile_kernels(kernels, folder, [capability])
+        trt = load_library()
+        require_gpu(capability)
+        begin, path = time.perf_counter(), folder / PLAN
         layers = build_engine(trt, graph, recipe, path, EngineOptions(strip_weights=recipe.backend.strip_weights))
+        info = engine_info(graph, layers, path.stat().st_size, time.perf_counter() - begin)
+        plan = make_engine_plan(graph, kernels, info, compiled, _BLOCKS[-1])
+        (folder / ENGINE).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
     except BaseException:
-        path.unlink(missing_ok=True)
+        for path in set(folder.iterdir()) - before:
+            path.unlink()
         raise
     return BackendInfo(
         name="tensorrt",
@@ -76,11 +91,16 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         properties={
             "compute": recipe.backend.compute,
             "compute_capabilities": capability,
-            "layers": str(layers),
             "weights": "stripped" if recipe.backend.strip_weights else "inside",
         },
         engine=ENGINE,
     )
+
+
+def engine_info(graph: ir.Model, layers: int = 0, size: int = 0, seconds: float = 0.0) -> Segment:
+    """The engine of `graph` as the plan says it: its tensors, layers, bytes, and seconds to build."""
+    inputs, outputs = (tuple(v.name or "" for v in values) for values in (graph.graph.inputs, graph.graph.outputs))
+    return Segment(PLAN, inputs, outputs, layers, size, round(seconds, 3))
 
 
 def kv_layout(model: ir.Model, recipe: Recipe) -> KvLayout:
@@ -100,6 +120,8 @@ def plugin_graph(model: ir.Model, capability: int) -> ir.Model:
     graph = model.clone()
     to_half(graph)
     replace_attention(graph, capability)
+    for value in [value for value in graph.graph.inputs if not value.uses()]:
+        graph.graph.inputs.remove(value)  # max_context_len, which no plugin takes
     return graph
 
 
@@ -140,18 +162,9 @@ def compile_plugins(graph: ir.Model) -> int:
 def load_library() -> Any:
     """The module of TensorRT 11. Raises `BuildError` that says what was found and what to install."""
     try:
-        import tensorrt as trt
-    except (ImportError, OSError, RuntimeError) as error:
-        raise BuildError(
-            f"TensorRT does not load ({str(error).splitlines()[0]}): pip install 'plancast[tensorrt]', which fetches "
-            "the library from NVIDIA's own package index"
-        ) from None
-    if str(trt.__version__).partition(".")[0] != _MAJOR:
-        raise BuildError(
-            f"TensorRT {trt.__version__} is installed, and plancast builds with {_MAJOR}: "
-            f"pip install 'tensorrt=={_MAJOR}.*'"
-        )
-    return trt
+        return load("tensorrt")
+    except PlancastError as error:
+        raise BuildError(str(error)) from None
 
 
 def require_gpu(capability: str) -> None:
@@ -159,7 +172,7 @@ def require_gpu(capability: str) -> None:
     from runtime.executors.segments.cuda import call, load_driver
 
     try:
-        driver = load_driver()
+        driver = load_driver("tensorrt")
         kind = driver.CUdevice_attribute
         device = call(driver, "cuDeviceGet", 0)
         major, minor = (
@@ -236,9 +249,9 @@ def refit(model: ir.Model, source: Path, target: Path, hint: str) -> list[str]:
 
     register_plugins(trt.__name__)
     log = Log(trt)
-    engine = trt.Runtime(log.logger).deserialize_cuda_engine((source / ENGINE).read_bytes())
+    engine = trt.Runtime(log.logger).deserialize_cuda_engine((source / PLAN).read_bytes())
     if engine is None:
-        raise BuildError(f"{source / ENGINE}: does not load here: {log.last}")
+        raise BuildError(f"{source / PLAN}: does not load here: {log.last}")
     refitter = trt.Refitter(engine, log.logger)
     # The plugins' kernels are in the engine: the nodes are read for the weights around them, whatever the GPU.
     proto = ir.serde.serialize_model(plugin_graph(model, 80)).SerializeToString()
@@ -247,8 +260,8 @@ def refit(model: ir.Model, source: Path, target: Path, hint: str) -> list[str]:
         raise BuildError(f"TensorRT does not take the weights ({missing or log.last}); {hint}")
     config = engine.create_serialization_config()
     config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)
-    (target / ENGINE).write_bytes(bytes(engine.serialize_with_config(config)))
-    return [ENGINE]
+    (target / PLAN).write_bytes(bytes(engine.serialize_with_config(config)))
+    return [PLAN]
 
 
 def configure(trt: Any, builder: Any, model: ir.Model, recipe: Recipe, options: EngineOptions) -> Any:
@@ -259,6 +272,7 @@ def configure(trt: Any, builder: Any, model: ir.Model, recipe: Recipe, options: 
     """
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the inspector
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # WriteKV writes into its inputs
     flags = {"STRIP_PLAN": options.strip_weights, "WEIGHT_STREAMING": options.weight_streaming}
     flags["REFIT_IDENTICAL" if options.strip_weights and not options.refit else "REFIT"] = (
         options.strip_weights or options.refit

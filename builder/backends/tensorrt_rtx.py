@@ -16,13 +16,14 @@ import msgspec
 
 from builder.backends.kv_layout import layout_of
 from builder.backends.segment_kernels import compile_kernels
-from builder.backends.segment_plan import cut, make_plan
+from builder.backends.segment_plan import ENGINE, cut, make_plan
 from builder.backends.stripped import NAME as STRIPPED
 from builder.backends.stripped import filled, read_stripped, strip_file, weights_of, write_stripped
-from builder.backends.trt_log import Log
 from plugins.gpu.architectures import RTX_CAPABILITIES
 from plugins.paged_attention.kv_formats import KvFormat
-from runtime.errors import BuildError
+from runtime.errors import BuildError, PlancastError
+from runtime.executors.segments.engines import Log
+from runtime.executors.segments.engines import load_library as load
 from runtime.executors.segments.plan import Segment, SegmentPlan
 from runtime.kv_layout import KvLayout
 from runtime.manifest import BackendInfo
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from builder.recipe import Recipe
     from zoo.progress import Progress
 
-ENGINE = "segments.json"
 DEFAULT = ("SM86", "SM89", "SM120")
 
 
@@ -133,11 +133,9 @@ def build_engines(
 def load_library() -> Any:
     """The module of TensorRT-RTX. Raises `BuildError` where it is not installed."""
     try:
-        import tensorrt_rtx_bindings as trt
-        import tensorrt_rtx_libs  # noqa: F401  loads the libraries
-    except (ImportError, OSError) as error:
-        raise BuildError(f"TensorRT-RTX does not load ({error}): pip install 'plancast[rtx]'") from None
-    return trt
+        return load("tensorrt_rtx")
+    except PlancastError as error:
+        raise BuildError(str(error)) from None
 
 
 def _build(trt: Any, log: Any, model: ir.Model, recipe: Recipe, path: Path, capabilities: Sequence[str]) -> Segment:

@@ -29,26 +29,27 @@ def open_executor(artifact: Artifact, *, num_threads: int | None = None) -> Exec
         # Interpreted kernels sample far more slowly than the host does.
         on_gpu = artifact.manifest.backend.device == "CUDA"
         return (TorchDeviceExecutor if on_gpu else TorchExecutor)(artifact, num_threads=num_threads)
-    if name.startswith("tensorrt") and artifact.manifest.backend.properties.get("weights") == "stripped":
+    if name in ("tensorrt", "tensorrt_rtx"):
+        return _open_segments(artifact)
+    raise ArtifactError(
+        f"{artifact.path}: its backend {name!r} has no executor in this plancast, which has openvino, torch, tensorrt "
+        "and tensorrt_rtx"
+    )
+
+
+def _open_segments(artifact: Artifact) -> Executor:
+    """Engines of TensorRT or TensorRT-RTX on this machine's first GPU."""
+    backend = artifact.manifest.backend
+    if backend.properties.get("weights") == "stripped":
         raise ArtifactError(
             f"{artifact.path}: its engines were built without weights; put them in: plancast refit {artifact.path}"
         )
-    if name == "tensorrt_rtx":
-        from runtime.executors.segments.cuda import CudaDevice
-        from runtime.executors.segments.executor import SegmentExecutor
+    from runtime.executors.segments.cuda import CudaDevice
+    from runtime.executors.segments.executor import SegmentExecutor
 
-        try:
-            device = CudaDevice()
-        except PlancastError as error:
-            built = artifact.manifest.backend.properties.get("compute_capabilities", "").replace(" ", ", ")
-            raise ArtifactError(f"{artifact.path}: built for NVIDIA GPUs ({built}); {error}") from None
-        return SegmentExecutor(artifact, device)
-    if name == "tensorrt":
-        raise ArtifactError(
-            f"{artifact.path}: TensorRT's engines are built by this plancast and not run; build the recipe for "
-            "tensorrt_rtx or torch"
-        )
-    raise ArtifactError(
-        f"{artifact.path}: its backend {name!r} has no executor in this plancast, which has openvino, torch and "
-        "tensorrt_rtx"
-    )
+    try:
+        device = CudaDevice(backend=backend.name)
+    except PlancastError as error:
+        built = backend.properties.get("compute_capabilities", "").replace(" ", ", ")
+        raise ArtifactError(f"{artifact.path}: built for NVIDIA GPUs ({built}); {error}") from None
+    return SegmentExecutor(artifact, device)

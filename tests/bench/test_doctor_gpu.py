@@ -31,7 +31,9 @@ def test_backends_by_packages_and_device() -> None:
     assert (hopper["builds"], hopper["runs"]) == (True, False)
     assert "A GPU is SM90" in hopper["why"]
     whole = backends(ALL, gpu("9.0"))["tensorrt"]
-    assert whole == {"builds": True, "runs": False, "why": "no executor for its engines in this version"}
+    assert whole == {"builds": True, "runs": True, "why": "tried with a simulated library alone"}
+    lacking = backends({**ALL, "tensorrt": [gone("tensorrt")]}, gpu("9.0"))["tensorrt"]
+    assert lacking == {"builds": False, "runs": False, "why": f"lacks tensorrt, {whole['why']}"}
     assert not backends(ALL, gpu(None))["tensorrt"]["builds"]
     nothing = backends({**ALL, "rtx": [gone("cuda-python")]}, gpu(None))
     assert nothing["tensorrt_rtx"] == {"builds": True, "runs": False, "why": "lacks cuda-python, no NVIDIA GPU"}

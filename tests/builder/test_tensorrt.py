@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 from onnx_steps import Steps, largest_difference
@@ -15,6 +14,7 @@ from tiny_families import VOCAB_SIZE, open_tiny_checkpoint, write_tiny_checkpoin
 pytest.importorskip("triton", reason="the plugins' kernels need triton (pip install 'plancast[triton]')")
 
 import torch
+from plugin_graph import PluginGraph
 
 from builder.backends.half import to_half
 from builder.backends.tensorrt import (
@@ -31,9 +31,7 @@ from builder.passes.attention_plugins import replace_attention
 from builder.recipe import KvConfig, LimitsConfig, Recipe, WeightsConfig
 from builder.trace import trace
 from builder.tracing.signature import attention_nodes
-from plugins.paged_attention.tensorrt_jit import run_plugin
 from plugins.paged_attention.tensorrt_launch import PLUGINS
-from plugins.torch_engine.ops import HANDLERS
 from runtime.errors import BuildError
 
 LIMITS = LimitsConfig(max_context_len=64, max_num_seqs=4, max_num_batched_tokens=32)
@@ -61,20 +59,17 @@ def with_plugins(path: Path, kv: str, splits: int) -> ir.Model:
 
 
 class PluginSteps(Steps):
-    """The graph node by node on torch; a plugin gets what TensorRT would pass, in its order, and is interpreted."""
+    """The graph, with caches that lie in it."""
 
     def __init__(self, graph: ir.Model, num_blocks: int = 24):
         super().__init__(num_blocks, 16)
-        self.graph = graph.graph
-        self.constants = {}
-        for name, value in self.graph.initializers.items():
-            assert value.const_value is not None
-            self.constants[name] = torch.from_numpy(np.array(value.const_value.numpy()))
-        for value in self.graph.inputs:
+        self.graph = PluginGraph(graph)
+        self.caches = {}
+        for value in graph.graph.inputs:
             if "_cache." in (value.name or ""):
                 dims = [num_blocks, *(int(str(dim)) for dim in list(value.shape or ())[1:])]
                 kind = torch.int8 if value.dtype == ir.DataType.INT8 else torch.float16
-                self.constants[value.name or ""] = torch.zeros(dims, dtype=kind)
+                self.caches[value.name or ""] = torch.zeros(dims, dtype=kind)
 
     def run(self, batch):
         feeds = {
@@ -82,49 +77,14 @@ class PluginSteps(Steps):
             "query_starts": batch.query_starts, "block_ids": batch.block_ids, "block_starts": batch.block_starts,
             "logits_rows": batch.logits_rows,
         }  # fmt: skip
-        values = {**self.constants, **{name: torch.from_numpy(array.copy()) for name, array in feeds.items()}}
-        for node in self.graph:
-            inputs = [None if value is None else values[value.name or ""] for value in node.inputs]
-            attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-            if node.op_type in PLUGINS:
-                results = plugin(node.op_type, attributes, inputs)
-            elif node.op_type == "Constant":
-                results = [
-                    torch.from_numpy(np.array(attribute.as_tensor().numpy())) for attribute in node.attributes.values()
-                ]
-            else:
-                dtype = node.outputs[0].dtype
-                compute = torch.float32 if dtype == ir.DataType.FLOAT else torch.float16
-                attributes = {n: list(v) if isinstance(v, tuple) else v for n, v in attributes.items()}
-                result = HANDLERS[node.op_type](attributes | {"compute": compute}, *inputs)
-                results = result if isinstance(result, tuple) else [result]
-            values |= {value.name or "": result for value, result in zip(node.outputs, results, strict=False)}
-        return values["logits"].float().numpy()
-
-
-def plugin(name: str, attributes: dict, inputs: list) -> list:
-    """Run a plugin's kernel; nothing that it does not write has a value."""
-    inputs = [tensor.contiguous() for tensor in inputs]
-    assert set(attributes) == {*PLUGINS[name].attributes, "plugin_namespace", "plugin_version"}
-    given = dict(zip(PLUGINS[name].inputs, inputs, strict=True))
-    heads, size = attributes["num_heads"], attributes["v_head_size"]
-    tokens = inputs[0].shape[1] if name == "MergeSplits" else inputs[0].shape[0]
-    if name == "WriteKV":
-        outputs = [given["key_cache"], given["value_cache"]]  # aliased
-    elif name == "AttendSplits":
-        lead = (attributes["splits"], tokens, heads)
-        outputs = [torch.full((*lead, size), torch.nan), torch.full((*lead, 2), torch.nan)]
-    else:
-        like = inputs[0] if name == "Attend" else given["like"]
-        outputs = [torch.full((tokens, heads * size), torch.nan, dtype=like.dtype)]
-    run_plugin(name, attributes, inputs, outputs)
-    return outputs
+        given = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}
+        return self.graph.run({**self.caches, **given})["logits"].float().numpy()
 
 
 @pytest.mark.parametrize(("kv", "splits", "bound"), [("f16", 1, 0.01), ("int8", 4, 0.03), ("fp8_e4m3", 1, 0.15)])
 def test_the_chain_computes_what_attention_computes(model, kv: str, splits: int, bound: float) -> None:
     steps = PluginSteps(with_plugins(model[1], kv, splits))
-    kinds = [node.op_type for node in steps.graph if node.op_type in PLUGINS]
+    kinds = [node.op_type for node in steps.graph.nodes if node.op_type in PLUGINS]
     assert kinds == (["WriteKV", "Attend"] if splits == 1 else ["WriteKV", "AttendSplits", "MergeSplits"]) * 2
     assert 0 < largest_difference(steps, model[0], VOCAB_SIZE) < bound
 
@@ -151,7 +111,7 @@ def test_the_configuration_of_a_real_builder(model, tmp_path: Path) -> None:
     """TensorRT-RTX has the same builder: flags, both profiles and the timing cache are taken."""
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs TensorRT-RTX (pip install 'plancast[rtx]')")
     from builder.backends.tensorrt_rtx import load_library as load_rtx
-    from builder.backends.trt_log import Log
+    from runtime.executors.segments.engines import Log
 
     trt = load_rtx()
     builder = trt.Builder(Log(trt).logger)
@@ -160,6 +120,7 @@ def test_the_configuration_of_a_real_builder(model, tmp_path: Path) -> None:
     config = configure(trt, builder, graph, recipe(), options)
     assert config.num_optimization_profiles == 2
     assert config.get_flag(trt.BuilderFlag.STRIP_PLAN)
+    assert config.get_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03)
     assert config.get_flag(trt.BuilderFlag.REFIT_IDENTICAL)
     assert not config.get_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 1 << 28
@@ -172,7 +133,7 @@ def test_the_whole_network_is_read_and_built(model) -> None:
     """By TensorRT-RTX, which takes no plugins from Python: in their place stand nodes that hand their inputs on."""
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs TensorRT-RTX (pip install 'plancast[rtx]')")
     from builder.backends.tensorrt_rtx import load_library as load_rtx
-    from builder.backends.trt_log import Log
+    from runtime.executors.segments.engines import Log
 
     wanted = Recipe(
         name="tiny", model="tiny", limits=LIMITS, kv=KvConfig(key="int8", value="int8", block_size=16),
@@ -197,6 +158,7 @@ def test_the_whole_network_is_read_and_built(model) -> None:
     network = define_network(trt, builder, graph, log)
     names = {network.get_input(i).name for i in range(network.num_inputs)}
     assert names == {value.name for value in graph.graph.inputs}
+    assert "max_context_len" not in names
     assert tuple(network.get_output(0).shape) == (-1, VOCAB_SIZE)
     config = configure(trt, builder, graph, wanted, EngineOptions())
     config.num_compute_capabilities = 1
@@ -215,7 +177,7 @@ def test_without_tensorrt_one_line_says_what_to_install(monkeypatch: pytest.Monk
         __version__ = "10.13.3"
 
     monkeypatch.setitem(sys.modules, "tensorrt", Old)
-    with pytest.raises(BuildError, match=r"^TensorRT 10\.13\.3 is installed, and plancast builds with 11"):
+    with pytest.raises(BuildError, match=r"^TensorRT 10\.13\.3 is installed, and plancast works with 11"):
         load_library()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from runtime.artifact import Artifact
 from runtime.artifact_writer import ArtifactWriter
 from runtime.errors import ArtifactError
 from runtime.executors import open_executor
+from runtime.executors.segments import cuda
+from runtime.executors.segments.engines import LIBRARIES
 from runtime.manifest import BackendInfo
 
 
@@ -41,11 +44,20 @@ def test_engines_without_weights(tmp_path: Path, name: str) -> None:
     assert said(lambda: open_executor(built)) == expected
 
 
-def test_an_engine_of_tensorrts(tmp_path: Path) -> None:
-    built = artifact(tmp_path / "a", name="tensorrt", version="11.4.0.106", properties={"weights": "inside"})
-    assert "are built by this plancast and not run; build the recipe for tensorrt_rtx" in said(
-        lambda: open_executor(built)
+@pytest.mark.parametrize(("name", "title"), [("tensorrt", "TensorRT"), ("tensorrt_rtx", "TensorRT-RTX")])
+def test_no_driver_or_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, title: str) -> None:
+    """One line: for what it was built, what is missing, and the extra that brings it."""
+    built = artifact(tmp_path / "a", name=name, properties={"weights": "inside", "compute_capabilities": "SM89 SM90"})
+    begin, extra = f"{built.path}: built for NVIDIA GPUs (SM89, SM90); ", name.removeprefix("tensorrt_")
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert said(lambda: open_executor(built)) == (
+        f"{begin}NVIDIA engines run by cuda-python, which is not installed: pip install 'plancast[{extra}]'"
     )
+    monkeypatch.setattr(cuda, "load_driver", lambda extra: None)
+    monkeypatch.setitem(sys.modules, LIBRARIES[name].modules[0], None)
+    line = said(lambda: open_executor(built))
+    assert line.startswith(f"{begin}{title} does not load (")
+    assert f"pip install 'plancast[{extra}]'" in line
 
 
 def test_another_version_of_the_library(tmp_path: Path) -> None:

@@ -10,26 +10,23 @@ import onnx_ir as ir
 import pytest
 from block_moves import check_block_moves, one_sequence
 from onnx_steps import ExecutorSteps, largest_difference
-from tiny_artifact import tiny_manifest
 from tiny_families import VOCAB_SIZE, open_tiny_checkpoint, write_tiny_checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton (pip install 'plancast[triton]')")
 
-from simulated_gpu import SimulatedGpu
+from device_artifact import DeviceArtifact
 
-from builder.backends.segment_plan import cut, make_plan
-from builder.backends.tensorrt_rtx import ENGINE, kv_layout
+from builder.backends.segment_plan import ENGINE, cut, make_plan
+from builder.backends.tensorrt_rtx import kv_layout
 from builder.passes import run_passes
 from builder.recipe import KvConfig, LimitsConfig, Recipe
 from builder.trace import trace
 from plugins.sampling.variants import sample_variant
-from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executor import DeviceExecutor, DrawnDrafts, Executor, RowSampling
 from runtime.executors.sampling_blocks import MAX_DRAFT_ENTRIES, told_block
-from runtime.executors.segments.executor import SegmentExecutor, check_architecture
+from runtime.executors.segments.executor import check_architecture
 from runtime.executors.segments.plan import Segment
-from runtime.manifest import BackendInfo, FileInfo, Limits
 from runtime.sampler import Sampler, SamplingState
 from runtime.sampling.device_rows import token_of
 from runtime.sampling_params import SamplingParams
@@ -38,7 +35,7 @@ from runtime.speculation.verification import accept_or_replace
 LIMITS = LimitsConfig(max_context_len=64, max_num_seqs=6, max_num_batched_tokens=32)
 
 
-class Built:
+class Built(DeviceArtifact):
     """A tiny Llama cut into segments, which torch runs here in place of TensorRT-RTX."""
 
     def __init__(self, folder: Path, graph: Path, kv: KvConfig):
@@ -50,21 +47,9 @@ class Built:
         for i, segment in enumerate(segments):
             ir.save(segment.model, folder / f"segment-{i}.onnx")
             infos.append(Segment(f"segment-{i}.onnx", tuple(segment.inputs), tuple(segment.outputs)))
-        self.plan = make_plan(segments, kernels, infos, kernels.described(89))
-        self.variants = kernels.variants(80)  # the interpreter knows fp8 by integer arithmetic
-        (folder / ENGINE).write_bytes(msgspec.json.encode(self.plan))
-        backend = BackendInfo(
-            name="tensorrt_rtx", version="1.7.1", device="CUDA", engine=ENGINE,
-            properties={"compute_capabilities": "SM86 SM89"},
-        )  # fmt: skip
-        limits = Limits(max_context_len=64, max_num_seqs=6, max_num_batched_tokens=32)
-        manifest = tiny_manifest(backend=backend, kv=layout, limits=limits)
-        files = {path.name: FileInfo("", path.stat().st_size) for path in folder.iterdir()}
-        self.artifact = Artifact(folder, msgspec.structs.replace(manifest, files=files))
-
-    def open(self, **settings) -> tuple[SegmentExecutor, SimulatedGpu]:
-        gpu = SimulatedGpu(self.variants, self.plan, **settings)
-        return SegmentExecutor(self.artifact, gpu), gpu
+        plan = make_plan(segments, kernels, infos, kernels.described(89))
+        # The interpreter knows fp8 by integer arithmetic.
+        super().__init__(folder, "tensorrt_rtx", plan, kernels.variants(80), layout, "SM86 SM89")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""A GPU on the CPU, behind the executor's own interface: segments run on torch, kernels in Triton's interpreter.
+"""A GPU on the CPU, behind the executor's own interface: segments run on torch, kernels in Triton's interpreter; an
+engine with plugins in it is loaded and driven by the executor's own code, from a simulated TensorRT.
 
 Addresses are the host's own, launches get exactly the addresses and numbers that the driver would get, and captured
 work runs when the graph is launched and not before.
@@ -14,9 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from simulated_trt import STREAM, SimulatedTrt
 
 from plugins.torch_engine.engine import TorchEngine
 from runtime.errors import PlancastError
+from runtime.executors.segments.device import LoadedSegment
+from runtime.executors.segments.engines import Engines
 from runtime.executors.segments.plan import SIZES, SegmentPlan
 
 _TORCH = {
@@ -39,6 +43,7 @@ class SimulatedGpu:
         self.launched: list[str] = []
         self.replays = 0
         self.downloaded = 0  # bytes
+        self.trt = SimulatedTrt(self)
 
     def free_memory(self) -> int:
         return self.memory - sum(block.size for block in self.blocks.values())
@@ -72,9 +77,13 @@ class SimulatedGpu:
 
     def launch(self, handle: Any, grid: Sequence[int], arguments: Sequence[int]) -> None:
         name, kernel = handle
-        self._do(lambda: self._run_kernel(name, kernel, tuple(grid), tuple(arguments)))
+        self.do(lambda: self._run_kernel(name, kernel, tuple(grid), tuple(arguments)))
 
-    def load_segment(self, path: Path) -> Any:
+    def load_segment(self, path: Path) -> LoadedSegment:
+        if path.suffix == ".plan":
+            return Engines("tensorrt", self.trt, f"{self.name} ({self.architecture})", STREAM).load(
+                path, self.free_memory()
+            )
         return _Segment(self, path)
 
     def capture(self, work: Callable[[], None]) -> Any:
@@ -96,7 +105,7 @@ class SimulatedGpu:
                 return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (nbytes,))
         raise PlancastError(f"{nbytes} bytes at {address:#x} are not allocated")
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def do(self, work: Callable[[], None]) -> None:
         if self.recording is not None:
             self.recording.append(work)
         else:
@@ -140,7 +149,7 @@ class _Segment:
         if isinstance(context, tuple):  # of a graph: always the same
             assert self.shapes.setdefault(context, dict(shapes)) == dict(shapes)
         addresses, shapes = dict(addresses), dict(shapes)
-        self.gpu._do(lambda: self._run(addresses, shapes))
+        self.gpu.do(lambda: self._run(addresses, shapes))
 
     def _run(self, addresses: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
         values = self.gpu.plan.values

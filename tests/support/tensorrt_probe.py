@@ -14,6 +14,7 @@ import tensorrt_bindings
 
 sys.modules["tensorrt"] = tensorrt_bindings
 import tensorrt.plugin as trtp  # noqa: E402
+from simulated_trt import lacking  # noqa: E402
 from tensorrt_bindings.tensorrt import DataType, DimensionOperation  # noqa: E402
 
 from plugins.gpu.aot import _assemble  # noqa: E402
@@ -69,6 +70,7 @@ class WithNumbers:
 
 
 def main() -> None:
+    assert not lacking(tensorrt_bindings), lacking(tensorrt_bindings)  # what the executor calls
     tensors = sys.modules["tensorrt.plugin._tensor"]
     tensors.trt = WithNumbers()
     tensors.SymIntExpr._exprBuilder = Evaluator()

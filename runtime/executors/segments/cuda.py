@@ -1,13 +1,13 @@
-"""The GPU: NVIDIA's driver by cuda-python, engines by TensorRT-RTX. Both are imported when a device is opened.
+"""The GPU: NVIDIA's driver by cuda-python, which is imported when a device is opened; and the engines' library with it.
 
-Written against the driver API of CUDA 13 and TensorRT-RTX 1.7 and not run on a GPU yet (docs/nvidia.md).
+Written against the driver API of CUDA 13 and not run on a GPU yet (docs/nvidia.md).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import ArtifactError, PlancastError
+from runtime.executors.segments.engines import LIBRARIES, Engine, Engines, load_library
 from runtime.executors.segments.plan import Kernel
 from runtime.memory import format_size
 
@@ -22,12 +23,12 @@ _STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel gets without a
 
 
 class CudaDevice:
-    """GPU number `index`; see `device.Device`."""
+    """GPU number `index`, for engines of `backend`; see `device.Device`."""
 
-    def __init__(self, index: int = 0):
-        """Raises `PlancastError` in one line: no cuda-python, no driver, no such GPU, no TensorRT-RTX."""
-        self._driver = driver = load_driver()
-        self._trt, self._runtime = _load_tensorrt()
+    def __init__(self, index: int = 0, backend: str = "tensorrt_rtx"):
+        """Raises `PlancastError` in one line: no cuda-python, no driver, no such GPU, no library of the backend."""
+        self._driver = driver = load_driver(LIBRARIES[backend].extra)
+        trt = load_library(backend)
         count = self._call("cuDeviceGetCount")
         if not 0 <= index < count:
             raise PlancastError(
@@ -50,6 +51,7 @@ class CudaDevice:
             "cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device
         )
         self._stream = self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._engines = Engines(backend, trt, f"{self.name} ({self.architecture})", int(self._stream))
         self._hosts: list[int] = []
         self._modules: list[Any] = []
 
@@ -110,14 +112,8 @@ class CudaDevice:
         )  # fmt: skip
         del packed  # the driver has copied them
 
-    def load_segment(self, path: Path) -> _RtxSegment:
-        engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
-        if engine is None:
-            raise ArtifactError(
-                f"{path}: TensorRT-RTX {self._trt.__version__} does not load the engine on {self.name} "
-                f"({self.architecture}); too little memory, or built for another GPU or version"
-            )
-        return _RtxSegment(self._trt, engine, int(self._stream), path.name)
+    def load_segment(self, path: Path) -> Engine:
+        return self._engines.load(path, self.free_memory())
 
     def capture(self, work: Callable[[], None]) -> _CudaGraph | None:
         driver = self._driver
@@ -166,35 +162,6 @@ class _Loaded:
         self.function, self.kernel, self.shared = function, kernel, shared
 
 
-class _RtxSegment:
-    """A TensorRT-RTX engine. A captured graph needs a context of its own, so each kind of step has one."""
-
-    def __init__(self, trt: Any, engine: Any, stream: int, name: str):
-        self._trt, self._engine, self._stream, self._name = trt, engine, stream, name
-        self._contexts: dict[Hashable, Any] = {}
-
-    def scratch_bytes(self) -> int:
-        return int(self._engine.device_memory_size_v2)
-
-    def enqueue(
-        self, context: Hashable, addresses: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], scratch: int
-    ) -> None:
-        made = self._contexts.get(context)
-        if made is None:
-            strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-            made = self._contexts[context] = self._engine.create_execution_context(strategy)
-            if made is None:
-                raise PlancastError(f"{self._name}: TensorRT-RTX makes no execution context: too little device memory")
-            if size := self.scratch_bytes():
-                made.set_device_memory(scratch, size)
-        for name, shape in shapes.items():
-            made.set_input_shape(name, shape)
-        for name, address in addresses.items():
-            made.set_tensor_address(name, address)
-        if not made.execute_async_v3(self._stream):
-            raise PlancastError(f"{self._name}: TensorRT-RTX did not run the segment")
-
-
 def pack_arguments(kernel: Kernel, arguments: Sequence[int]) -> tuple[Any, Any]:
     """Arguments as the driver takes them: values of 8 (pointers) or 4 bytes, and an array of their addresses.
 
@@ -217,13 +184,15 @@ def pack_arguments(kernel: Kernel, arguments: Sequence[int]) -> tuple[Any, Any]:
     return values, pointers
 
 
-def load_driver() -> Any:
-    """The driver's bindings, initialized. Raises `PlancastError` that says what is missing."""
+def load_driver(extra: str = "rtx") -> Any:
+    """The driver's bindings, initialized. Raises `PlancastError` that says what is missing, and plancast's `extra` that
+    brings it.
+    """
     try:
         from cuda.bindings import driver
     except ImportError:
         raise PlancastError(
-            "NVIDIA engines run by cuda-python, which is not installed: pip install 'plancast[rtx]'"
+            f"NVIDIA engines run by cuda-python, which is not installed: pip install 'plancast[{extra}]'"
         ) from None
     try:
         call(driver, "cuInit", 0)
@@ -243,13 +212,3 @@ def call(driver: Any, name: str, *arguments: Any) -> Any:
         said = text.decode() if isinstance(text, bytes) else str(code)
         raise PlancastError(f"the NVIDIA driver failed in {name}: {said}")
     return results[0] if len(results) == 1 else tuple(results) or None
-
-
-def _load_tensorrt() -> tuple[Any, Any]:
-    """TensorRT-RTX's module and a runtime of it."""
-    try:
-        import tensorrt_rtx_bindings as trt
-        import tensorrt_rtx_libs  # noqa: F401  loads the libraries
-    except (ImportError, OSError) as error:
-        raise PlancastError(f"TensorRT-RTX does not load ({error}): pip install 'plancast[rtx]'") from None
-    return trt, trt.Runtime(trt.Logger(trt.Logger.ERROR))

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from runtime.executors.segments.plan import Kernel
 
+MIXED = "mixed"  # the context of all steps that are no decode; their shapes differ
+
 
 class LoadedSegment(Protocol):
     """One engine."""
@@ -25,7 +27,9 @@ class LoadedSegment(Protocol):
     def enqueue(
         self, context: Hashable, addresses: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], scratch: int
     ) -> None:
-        """Run on tensors at `addresses`, inputs of `shapes`. Steps of one `context` have the same shapes each time."""
+        """Run on tensors at `addresses`, inputs of `shapes`. Steps of one `context` have the same shapes each time, but
+        for `MIXED` ones. Captured is none that did not run before.
+        """
         ...
 
 

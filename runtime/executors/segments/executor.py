@@ -24,10 +24,19 @@ from runtime.executors.sampling_blocks import (
     told_bytes,
 )
 from runtime.executors.segments.calls import Call, Sizes, attention_calls, copy_call, kind_of
+from runtime.executors.segments.device import MIXED
 from runtime.executors.segments.memory import aligned, plan_arena
 from runtime.executors.segments.plan import read_plan
 from runtime.executors.segments.sampling import samples, sampling_calls, verifies
-from runtime.executors.segments.step import bucket_of, buckets, input_layout, is_decode, pack, pad_decode
+from runtime.executors.segments.step import (
+    bucket_of,
+    buckets,
+    input_layout,
+    input_lengths,
+    is_decode,
+    pack,
+    pad_decode,
+)
 from runtime.kv_layout import KV_DTYPE_BITS
 from runtime.manifest import rebuild_hint
 from runtime.memory import format_size
@@ -76,8 +85,8 @@ class SegmentExecutor:
         self._segments = [device.load_segment(artifact.file(segment.file)) for segment in plan.segments]
         self._kernels = {name: device.load_kernel(name, kernel, artifact.path) for name, kernel in plan.kernels.items()}
         tokens = limits.max_num_batched_tokens
-        blocks = -(-limits.max_context_len // self.kv_layout.block_size)
-        self._inputs = input_layout(tokens, limits.max_num_seqs, blocks)
+        self._max_blocks = -(-limits.max_context_len // self.kv_layout.block_size)  # a sequence
+        self._inputs = input_layout(tokens, limits.max_num_seqs, self._max_blocks)
         arena = plan_arena(plan, tokens, tokens)
         sums, stats = (aligned(4 * count * tokens) for count in plan.split_elements)
         scratch = max(aligned(segment.scratch_bytes()) for segment in self._segments)
@@ -120,11 +129,18 @@ class SegmentExecutor:
         """Allocate the KV cache on the device, in place of what an earlier call allocated.
 
         Raises:
-            PlancastError: fewer than one block, or more than the device's free memory holds; with the numbers.
+            PlancastError: fewer than one block, or more than the device's free memory or the engine's caches hold; with
+                the numbers.
         """
         device = self._open()
         if num_blocks < 1:
             raise PlancastError(f"a KV cache needs at least one block, not {num_blocks}")
+        most = self.plan.max_blocks
+        if most and num_blocks >= most:
+            raise PlancastError(
+                f"a KV cache of {num_blocks} blocks is more than the engine takes, which is {most - 1}; ask for less "
+                "(--kv-cache-memory)"
+            )
         self._free_pool()
         block = self.kv_layout.bytes_per_block
         needed, free = (num_blocks + 1) * block, device.free_memory()
@@ -134,13 +150,13 @@ class SegmentExecutor:
                 f"{device.name}. Ask for less (--kv-cache-memory), or free memory"
             )
         sizes: dict[str, int] = {}
-        for layer, cells in zip(self.plan.attentions, self.kv_layout.layers, strict=True):
+        for layer, cells in zip(self.plan.layers, self.kv_layout.layers, strict=True):
             for part, size, dtype, scale in (
                 ("key", cells.key_head_size, cells.key_dtype, cells.key_scale_bytes),
                 ("value", cells.value_head_size, cells.value_dtype, cells.value_scale_bytes),
             ):
                 cell = size * KV_DTYPE_BITS[dtype] // 8 + scale
-                sizes[f"{part}_cache.{layer.layer}"] = cell * cells.num_kv_heads * self.kv_layout.block_size
+                sizes[f"{part}_cache.{layer}"] = cell * cells.num_kv_heads * self.kv_layout.block_size
         # Caches whose blocks have one size lie side by side, so that one launch copies a block of them all.
         for size in sorted(set(sizes.values())):
             names = [name for name, other in sizes.items() if other == size]
@@ -208,7 +224,7 @@ class SegmentExecutor:
         else:
             self._upload(device, batch)
             # Engines take one row at least: of a chunk that wants no logits, those of some row are computed.
-            self._step(device, self._sizes(batch), max(1, rows), "mixed")
+            self._step(device, self._sizes(batch), max(1, rows), MIXED)
         if not rows or self.max_top_logprobs is None:
             sampling = None
         self._asked = rows, sampling
@@ -269,14 +285,14 @@ class SegmentExecutor:
         """Ask for every segment and kernel of a step, whose inputs lie on the device."""
         plan, addresses = self.plan, self._addresses
         kind = context[1] if isinstance(context, tuple) else None
-        lengths = {"input_ids": sizes.tokens, "position_ids": sizes.tokens, "logits_rows": rows}
+        shapes = {name: value.dims(sizes.tokens, rows) for name, value in plan.values.items()}
+        lengths = input_lengths(sizes.tokens, sizes.sequences, rows, self._max_blocks)
+        shapes |= {name: (length,) for name, length in lengths.items()}
+        shapes |= {name: (self._num_blocks + 1, *block) for name, block in plan.caches.items()}
         for i, (info, segment) in enumerate(zip(plan.segments, self._segments, strict=True)):
-            shapes = {
-                name: plan.values[name].dims(sizes.tokens, rows) if name in plan.values else (lengths[name],)
-                for name in info.inputs
-            }
             names = (*info.inputs, *info.outputs)
-            segment.enqueue(context, {name: addresses[name] for name in names}, shapes, addresses["scratch"])
+            given = {name: shapes[name] for name in info.inputs}
+            segment.enqueue(context, {name: addresses[name] for name in names}, given, addresses["scratch"])
             for layer in plan.attentions[i : i + 1]:
                 chosen = kind or kind_of(plan, layer, sizes)
                 for call in attention_calls(plan, layer, chosen, sizes, addresses.__getitem__):

@@ -99,6 +99,17 @@ class SegmentPlan(msgspec.Struct, frozen=True):
     sample: str | None = None
     score: str | None = None
     verify: str | None = None
+    # Of an engine that attends itself: the caches it takes by name, layer by layer, with a block's shape; and how many
+    # blocks they may have. A plan has these or `attentions`.
+    caches: dict[str, tuple[int, ...]] = {}
+    max_blocks: int = 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with caches, in order."""
+        found = [layer.layer for layer in self.attentions]
+        found += [int(name.partition(".")[2]) for name in self.caches if name.startswith("key_cache.")]
+        return tuple(found)
 
     @property
     def split_elements(self) -> tuple[int, int]:

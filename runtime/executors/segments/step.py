@@ -33,15 +33,22 @@ class InputLayout:
 
 def input_layout(max_tokens: int, max_sequences: int, max_blocks: int) -> InputLayout:
     """Room for steps of `max_tokens` tokens in `max_sequences` sequences of up to `max_blocks` blocks each."""
-    lengths = {
-        "input_ids": max_tokens, "position_ids": max_tokens, "logits_rows": max_tokens, "past_lens": max_sequences,
-        "query_starts": max_sequences + 1, "block_ids": max_sequences * max_blocks, "block_starts": max_sequences + 1,
-    }  # fmt: skip
+    lengths = input_lengths(max_tokens, max_sequences, max_tokens, max_blocks)
     offsets, end = {}, 0
     for name, count in lengths.items():
         offsets[name] = end
         end = aligned(end + count * np.dtype(INPUTS[name]).itemsize)
     return InputLayout(offsets, lengths, end)
+
+
+def input_lengths(tokens: int, sequences: int, rows: int, max_blocks: int) -> dict[str, int]:
+    """Elements of each input as an engine is told. A graph's shapes are fixed, so tables count as full: `max_blocks` a
+    sequence, of which `block_starts` says what is read.
+    """
+    return {
+        "input_ids": tokens, "position_ids": tokens, "logits_rows": rows, "past_lens": sequences,
+        "query_starts": sequences + 1, "block_ids": sequences * max_blocks, "block_starts": sequences + 1,
+    }  # fmt: skip
 
 
 def buckets(max_sequences: int) -> list[int]:
