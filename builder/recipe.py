@@ -58,6 +58,8 @@ class BackendConfig(_Section, frozen=True):
     compute_capabilities: tuple[ComputeCapability, ...] = ()
     # tensorrt and tensorrt_rtx: leave the weights out of the engines; `plancast refit` puts them in from the model.
     strip_weights: bool = False
+    # tensorrt: weights may stay in host memory and come over as they are needed, where the device's is too small.
+    weight_streaming: bool = False
 
 
 class WeightOverride(_Section, frozen=True):

@@ -39,6 +39,11 @@ def impossible(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     ("backend", key), f"has no effect on {recipe.backend.name}; remove it, or set backend.name"
                 )
+    if recipe.backend.weight_streaming and recipe.backend.name != "tensorrt":
+        yield Problem(
+            ("backend", "weight_streaming"),
+            f"has no effect on {recipe.backend.name}; remove it, or set backend.name: tensorrt",
+        )
     yield from _weights(recipe)
     yield from _kv(recipe)
     yield from _limits(recipe)

@@ -56,6 +56,12 @@ class EngineOptions:
     workspace: int | None = None
     python_plugins: bool = False
 
+    @classmethod
+    def of(cls, recipe: Recipe, **others: Any) -> EngineOptions:
+        """What the recipe says, and `others`."""
+        backend = recipe.backend
+        return cls(strip_weights=backend.strip_weights, weight_streaming=backend.weight_streaming, **others)
+
 
 def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Progress | None = None) -> BackendInfo:
     """Build the engine of `model` into `folder`, for the one architecture that the recipe names.
@@ -76,7 +82,7 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         trt = load_library()
         require_gpu(capability)
         begin, path = time.perf_counter(), folder / PLAN
-        layers = build_engine(trt, graph, recipe, path, EngineOptions(strip_weights=recipe.backend.strip_weights))
+        layers = build_engine(trt, graph, recipe, path, EngineOptions.of(recipe))
         info = engine_info(graph, layers, path.stat().st_size, time.perf_counter() - begin)
         plan = make_engine_plan(graph, kernels, info, compiled, _BLOCKS[-1])
         (folder / ENGINE).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))

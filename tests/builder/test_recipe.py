@@ -207,6 +207,11 @@ def test_no_recipe_at_all(tmp_path: Path, content: bytes, words: str) -> None:
         ("limits: {max_context_len: 32}", "parity.new_tokens", "do not fit in limits.max_context_len 32"),
         ("quality: {max_kl: 0.1}\nparity: {enabled: false}", "quality.max_kl", "0.1 cannot be enforced"),
         ("backend: {name: torch, strip_weights: true}", "backend.strip_weights", "has no effect on torch"),
+        (
+            "backend: {name: tensorrt_rtx, weight_streaming: true}",
+            "backend.weight_streaming",
+            "has no effect on tensorrt_rtx",
+        ),
         ("backend: {name: torch, compute_capabilities: [SM90]}", "backend.compute_cap", "has no effect on torch"),
         ("backend: {name: tensorrt_rtx, compute_capabilities: [SM90]}", "backend.compute_cap", "SM90 .*allowed: SM75"),
         ("backend: {name: tensorrt}", "backend.compute_cap", "nothing is not what a tensorrt engine is for"),

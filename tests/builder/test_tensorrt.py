@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import onnx_ir as ir
 import pytest
 from onnx_steps import Steps, largest_difference
@@ -124,7 +125,9 @@ def test_the_configuration_of_a_real_builder(model, tmp_path: Path) -> None:
     assert config.get_flag(trt.BuilderFlag.REFIT_IDENTICAL)
     assert not config.get_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 1 << 28
-    streaming = configure(trt, builder, graph, recipe(), EngineOptions(weight_streaming=True, refit=True))
+    wanted = recipe()
+    wanted = msgspec.structs.replace(wanted, backend=msgspec.structs.replace(wanted.backend, weight_streaming=True))
+    streaming = configure(trt, builder, graph, wanted, EngineOptions.of(wanted, refit=True))
     assert streaming.get_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     assert streaming.get_flag(trt.BuilderFlag.REFIT)
 
