@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from builder.backends.kv_layout import layout_of
+from builder.backends.leftovers import removing_new_files
 from builder.backends.segment_kernels import compile_kernels, side_kernels
 from builder.backends.segment_plan import ENGINE, make_engine_plan
 from builder.tracing.signature import attention_nodes
@@ -75,8 +76,7 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
     if progress:
         progress.update("kernels", 0, None)
     compile_plugins(graph)
-    before = set(folder.iterdir())
-    try:
+    with removing_new_files(folder):
         kernels = side_kernels(attention_nodes(model))
         compiled = compile_kernels(kernels, folder, [capability])
         trt = load_library()
@@ -86,10 +86,6 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         info = engine_info(graph, layers, path.stat().st_size, time.perf_counter() - begin)
         plan = make_engine_plan(graph, kernels, info, compiled, _BLOCKS[-1])
         (folder / ENGINE).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
-    except BaseException:
-        for path in set(folder.iterdir()) - before:
-            path.unlink()
-        raise
     return BackendInfo(
         name="tensorrt",
         version=trt.__version__,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from builder.backends.kv_layout import layout_of
+from builder.backends.leftovers import removing_new_files
 from builder.backends.segment_kernels import compile_kernels
 from builder.backends.segment_plan import ENGINE, cut, make_plan
 from builder.backends.stripped import NAME as STRIPPED
@@ -47,14 +48,9 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
     """
     trt = load_library()
     capabilities = recipe.backend.compute_capabilities or DEFAULT
-    before = set(folder.iterdir())
-    try:
+    with removing_new_files(folder):
         plan = build_plan(model, recipe, folder, capabilities, progress)
         (folder / ENGINE).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
-    except BaseException:
-        for path in set(folder.iterdir()) - before:
-            path.unlink()
-        raise
     return BackendInfo(
         name="tensorrt_rtx",
         version=trt.__version__,

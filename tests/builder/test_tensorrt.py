@@ -10,7 +10,7 @@ import msgspec
 import onnx_ir as ir
 import pytest
 from onnx_steps import Steps, largest_difference
-from tiny_families import VOCAB_SIZE, open_tiny_checkpoint, write_tiny_checkpoint
+from tiny_families import VOCAB_SIZE, write_traced_llama
 
 pytest.importorskip("triton", reason="the plugins' kernels need triton (pip install 'plancast[triton]')")
 
@@ -30,7 +30,6 @@ from builder.backends.tensorrt import (
 from builder.passes import run_passes
 from builder.passes.attention_plugins import replace_attention
 from builder.recipe import KvConfig, LimitsConfig, Recipe, WeightsConfig
-from builder.trace import trace
 from builder.tracing.signature import attention_nodes
 from plugins.paged_attention.tensorrt_launch import PLUGINS
 from runtime.errors import BuildError
@@ -44,10 +43,7 @@ def recipe(kv: Any = "f16") -> Recipe:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("llama")
-    hf = write_tiny_checkpoint("llama-tied-bias", folder)
-    ir.save(trace(open_tiny_checkpoint(folder), max_context_len=64), folder / "traced.onnx")
-    return hf, folder / "traced.onnx"
+    return write_traced_llama(tmp_path_factory.mktemp("llama"))
 
 
 def with_plugins(path: Path, kv: str, splits: int) -> ir.Model:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from block_moves import check_block_moves, one_sequence
 from onnx_steps import ExecutorSteps, largest_difference
-from tiny_families import VOCAB_SIZE, open_tiny_checkpoint, write_tiny_checkpoint
+from tiny_families import VOCAB_SIZE, write_traced_llama
 
 pytest.importorskip("triton", reason="the kernels need triton (pip install 'plancast[triton]')")
 
@@ -20,7 +20,6 @@ from builder.backends.segment_plan import ENGINE, cut, make_plan
 from builder.backends.tensorrt_rtx import kv_layout
 from builder.passes import run_passes
 from builder.recipe import KvConfig, LimitsConfig, Recipe
-from builder.trace import trace
 from plugins.sampling.variants import sample_variant
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executor import DeviceExecutor, DrawnDrafts, Executor, RowSampling
@@ -54,10 +53,7 @@ class Built(DeviceArtifact):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("llama")
-    hf = write_tiny_checkpoint("llama-tied-bias", folder)
-    ir.save(trace(open_tiny_checkpoint(folder), max_context_len=64), folder / "traced.onnx")
-    return hf, folder / "traced.onnx"
+    return write_traced_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

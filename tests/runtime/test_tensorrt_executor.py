@@ -16,7 +16,7 @@ import pytest
 from block_moves import check_block_moves, one_sequence
 from core_driver import Answer, Driver, make_request
 from onnx_steps import ExecutorSteps, hf_logits, largest_difference
-from tiny_families import VOCAB_SIZE, open_tiny_checkpoint, write_tiny_checkpoint
+from tiny_families import VOCAB_SIZE, write_traced_llama
 
 pytest.importorskip("triton", reason="the kernels need triton (pip install 'plancast[triton]')")
 
@@ -29,7 +29,6 @@ from builder.backends.segment_plan import ENGINE, make_engine_plan
 from builder.backends.tensorrt import PLAN, engine_info, kv_layout, plugin_graph, profiles
 from builder.passes import run_passes
 from builder.recipe import KvConfig, LimitsConfig, Recipe
-from builder.trace import trace
 from builder.tracing.signature import attention_nodes
 from runtime.config import EngineConfig
 from runtime.engine_core import EngineCore
@@ -57,10 +56,7 @@ class Built(DeviceArtifact):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("llama")
-    hf = write_tiny_checkpoint("llama-tied-bias", folder)
-    ir.save(trace(open_tiny_checkpoint(folder), max_context_len=64), folder / "traced.onnx")
-    return hf, folder / "traced.onnx"
+    return write_traced_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

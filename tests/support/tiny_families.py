@@ -205,3 +205,14 @@ def write_tiny_checkpoint(name: str, folder: Path, seed: int = 0, dtype: Any = N
     state = {name: weight.to(dtype or torch.float32) for name, weight in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=state)
     return model
+
+
+def write_traced_llama(folder: Path) -> tuple[Any, Path]:
+    """A tiny Llama with biases in `folder`: transformers' model, and the path of its traced graph (64 tokens)."""
+    import onnx_ir as ir
+
+    from builder.trace import trace
+
+    hf = write_tiny_checkpoint("llama-tied-bias", folder)
+    ir.save(trace(open_tiny_checkpoint(folder), max_context_len=64), folder / "traced.onnx")
+    return hf, folder / "traced.onnx"
