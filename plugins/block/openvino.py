@@ -85,6 +85,8 @@ def _matches(model: ov.Model) -> dict[Key, Match]:
             continue
         tables = tables or [key_of(table) for table in matched.tables]
         if not matched.tables or [key_of(table) for table in matched.tables] == tables:
+            for name in matched.absorbed:  # a product that has its bias now
+                found.pop((name, 0), None)
             found[key_of(matched.output)] = matched
     return found
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from plugins.linear.op import OP_TYPE as LINEAR
@@ -129,10 +130,37 @@ def _attend(node: ov.Node) -> Match | None:
 
 def _floats(output: ov.Output) -> ov.Output | None:
     values = constant_floats(output.get_node())
-    return None if values is None else ops.constant(values.reshape(-1).astype(np.float32)).output(0)
+    return None if values is None else _constant(values)
+
+
+def _constant(values: NDArray[np.float32]) -> ov.Output:
+    return ops.constant(values.reshape(-1).astype(np.float32)).output(0)
 
 
 def _add(node: ov.Node) -> Match | None:
+    return _biased(node) or _sum(node)
+
+
+def _biased(node: ov.Node) -> Match | None:
+    """A product that nothing else uses, and a constant of its channels."""
+    for product_at in (0, 1):
+        product = _of_type(node.input_value(product_at), LINEAR)
+        bias = constant_floats(node.input_value(1 - product_at).get_node())
+        if product is None or bias is None or bias.size != row_width(node.output(0)):
+            continue
+        plain = _linear(product)
+        if plain is None or len(plain.constants) != 1 or len(product.output(0).get_target_inputs()) != 1:
+            continue
+        return replace(
+            plain,
+            output=node.output(0),
+            absorbed=_nodes(node, product),
+            constants=(*plain.constants, _constant(bias)),
+        )
+    return None
+
+
+def _sum(node: ov.Node) -> Match | None:
     left, right = node.input_values()
     if not (_is_plain(left) and _is_plain(right) and row_width(left) == row_width(right) == row_width(node.output(0))):
         return None
@@ -155,9 +183,8 @@ def _norm(node: ov.Node) -> Match | None:
             found = _inverse_root(factor, x)
             if found is not None and _is_plain(x):
                 epsilon, inside = found
-                constant = ops.constant(gain.reshape(-1).astype(np.float32)).output(0)
                 absorbed = _nodes(node, scaled) | inside
-                return Match("norm", node.output(0), (x,), absorbed, (constant,), epsilon)
+                return Match("norm", node.output(0), (x,), absorbed, (_constant(gain),), epsilon)
     return None
 
 

@@ -49,6 +49,9 @@ class Layer:
     def product(self, x: ov.Node | ov.Output, channels: int, columns: int) -> ov.Node:
         return ops.matmul(x, self.weight(channels, columns), False, True)
 
+    def biased(self, product: ov.Node, channels: int) -> ov.Node:
+        return ops.add(product, ops.constant(self.rng.standard_normal(channels).astype(np.float32)))
+
     def norm(self, x: ov.Node) -> ov.Node:
         mean = ops.reduce_mean(ops.power(x, ops.constant(np.float32(2))), ops.constant(np.array([-1])), True)
         root = ops.sqrt(ops.add(mean, ops.constant(np.float32(1e-5))))
@@ -72,13 +75,14 @@ class Layer:
     def model(self) -> ov.Model:
         x: ov.Node = self.x
         for _ in range(2):
-            query, value = self.split(self.product(self.norm(x), HIDDEN + SIZE, HIDDEN), HIDDEN, SIZE)
+            joined = self.biased(self.product(self.norm(x), HIDDEN + SIZE, HIDDEN), HIDDEN + SIZE)
+            query, value = self.split(joined, HIDDEN, SIZE)
             mixed = ops.cum_sum(ops.add(self.rope(query, HEADS), ops.constant(np.float32(0.5))), np.int64(0))
             mixed = ops.concat([mixed, value], -1)
             x = ops.add(x, self.product(mixed, HIDDEN, HIDDEN + SIZE))
             gate, up = self.split(self.product(self.norm(x), 2 * INNER, HIDDEN), INNER, INNER)
             active = ops.multiply(ops.multiply(gate, ops.sigmoid(gate)), up)
-            x = ops.add(x, self.product(active, HIDDEN, INNER))
+            x = ops.add(x, self.biased(self.product(active, HIDDEN, INNER), HIDDEN))
         result = self.product(self.norm(x), 40, HIDDEN)
         result.output(0).set_names({"y"})
         return ov.Model([result.output(0), x.output(0)], [self.x, self.cos, self.sin])

@@ -29,7 +29,18 @@ except NativeBuildError as error:
     pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "cohere2", "llama-tied-bias", "qwen2_moe", "gpt_oss")
+# All layers are one operation, and the last one's rows that say something, with the head, another.
+STACKS = ("llama", "llama-tied-bias", "qwen2")
 FORMATS = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "int8:int4")
+
+
+def built(family: str, folder: Path) -> dict:
+    """The engine of a tiny checkpoint, written into `folder`; returns its properties."""
+    write_tiny_checkpoint(family, folder / "model", max_position_embeddings=128)
+    asked = recipe(kv="int8", weights="int8", attention="native", blob=False)
+    graph = run_passes(trace(open_tiny_checkpoint(folder / "model"), max_context_len=128), asked)
+    compile_engine(graph, asked, folder)
+    return engine_properties(asked, own_attention=True)
 
 
 def compiled(folder: Path, own: dict, monkeypatch: pytest.MonkeyPatch, *, together: bool, threads: int = 2):
@@ -50,19 +61,28 @@ def ours(model: ov.CompiledModel) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_same_bits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tiny_checkpoint(family, tmp_path / "model", max_position_embeddings=128)
-    asked = recipe(kv="int8", weights="int8", attention="native", blob=False)
-    graph = run_passes(trace(open_tiny_checkpoint(tmp_path / "model"), max_context_len=128), asked)
-    compile_engine(graph, asked, tmp_path)
-    properties = engine_properties(asked, own_attention=True)
+    properties = built(family, tmp_path)
     apart = compiled(tmp_path, properties, monkeypatch, together=False)
     together = compiled(tmp_path, properties, monkeypatch, together=True)
     assert ours(together) < ours(apart)
     np.testing.assert_array_equal(probe(together), probe(apart))
-    if family == "llama":
-        assert ours(together) == 2, "all layers but the last one's rows that say something, and those with the head"
+    if family in STACKS:
+        assert ours(together) == 2
         caches = [port.any_name for port in together.inputs if "_cache." in port.any_name]
         assert caches == [block.POOL], "each input costs time at each step"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama-tied-bias"])
+def test_a_product_with_its_bias_gives_the_bits_of_product_and_sum(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = built(family, tmp_path)
+    together = compiled(tmp_path, properties, monkeypatch, together=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(patterns, "_biased", lambda _node: None)
+        apart = compiled(tmp_path, properties, monkeypatch, together=True)
+    assert ours(together) < ours(apart)
+    np.testing.assert_array_equal(probe(together), probe(apart))
 
 
 def run(model: ov.CompiledModel, tiny: TinyOnnx, steps: list[dict[int, int]]) -> list[NDArray[np.float32]]:
