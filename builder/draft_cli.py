@@ -46,6 +46,9 @@ def train(
     passes: Annotated[
         int, typer.Option(min=1, max=8, help="Of a head: positions of a draft that the second half trains on.")
     ] = 3,
+    start_head: Annotated[
+        str, typer.Option(help="Of a head: the head (a name or a folder) that it goes on from, on another corpus.")
+    ] = "",
     batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a step.")] = 2048,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     max_answer: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 192,
@@ -73,6 +76,7 @@ def train(
         evaluate_every=evaluate_every,
         max_answer=max_answer,
         batch_requests=batch_requests,
+        start_head=start_head,
     )
     loaded = load_recipe(recipe)
     target = artifact or Path("artifacts") / loaded.name

@@ -32,6 +32,7 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int = 30
     evaluate_every: int = 50
     draft_length: int = 5  # positions that acceptance is measured at
+    start_head: str = ""  # the head (a name or a folder) whose weights a head begins with; else regressions
     # A head: positions of a draft that the second half of the steps trains on (the first half: one), and what its
     # features' loss weighs beside its reading's.
     passes: int = 3
@@ -40,8 +41,12 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if name not in ("seed", "kind", "warmup", "feature_weight") and not value > 0:
+            if name not in ("seed", "kind", "warmup", "feature_weight", "start_head") and not value > 0:
                 raise PlancastError(f"draft training: {name} is {value}: give a number above 0")
+        if self.start_head and self.kind != "head":
+            raise PlancastError(
+                "draft training: start_head is for --kind head: a model begins with its target's layers"
+            )
         if self.vocab_size < 64:
             raise PlancastError(f"draft training: vocab_size is {self.vocab_size}: give 64 or more")
 

@@ -99,17 +99,15 @@ def load_head(folder: HeadFolder, checkpoint: Checkpoint, *, trust_remote_code: 
 
     Raises `PlancastError`: damaged, or made for a model of other sizes.
     """
-    from builder.drafts.head import FROZEN, EagleHead, HeadConfig
+    from builder.drafts.head import EagleHead, HeadConfig
 
     facts = folder.facts
     try:
         config = msgspec.convert(facts.shape, HeadConfig)
-        head = EagleHead(config)
-        missing = head.load_state_dict(_read_weights(folder.path / WEIGHTS), strict=False).missing_keys
-    except (msgspec.ValidationError, RuntimeError, ValueError, OSError) as error:
+    except msgspec.ValidationError as error:
         raise PlancastError(f"{folder.path}: a damaged head ({error})") from None
-    if absent := sorted(set(missing) - set(FROZEN)):
-        raise PlancastError(f"{folder.path}: a damaged head: {WEIGHTS} lacks {', '.join(absent)}")
+    head = EagleHead(config)
+    read_weights(head, folder)
     embeddings, reading = _target_tables(checkpoint, trust_remote_code=trust_remote_code)
     wanted = (config.target_vocab_size, config.hidden_size)
     if embeddings.shape != wanted or reading.shape != wanted:
@@ -128,6 +126,21 @@ def load_head(folder: HeadFolder, checkpoint: Checkpoint, *, trust_remote_code: 
     rows = np.ascontiguousarray(reading[facts.target_ids])
     head.adopt(torch.from_numpy(embeddings), torch.from_numpy(rows))
     return head.eval()
+
+
+def read_weights(head: EagleHead, folder: HeadFolder) -> None:
+    """Give `head` the weights in `folder`; what it has of its target, its tokens among that, stays as it is.
+
+    Raises `PlancastError`: damaged, or of another shape.
+    """
+    from builder.drafts.head import FROZEN
+
+    try:
+        missing = head.load_state_dict(_read_weights(folder.path / WEIGHTS), strict=False).missing_keys
+    except (RuntimeError, ValueError, OSError) as error:
+        raise PlancastError(f"{folder.path}: a damaged head, or one of another shape ({error})") from None
+    if absent := sorted(set(missing) - set(FROZEN)):
+        raise PlancastError(f"{folder.path}: a damaged head: {WEIGHTS} lacks {', '.join(absent)}")
 
 
 def _read_weights(path: Path) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def train_draft(
     manifest = Artifact.open(artifact).manifest
     vocab_size = manifest.model.vocab_size
     dialogues = list(read_corpus(work / "corpus"))
-    token_ids = choose_tokens(dialogues, manifest.model.eos_token_ids, config.vocab_size, vocab_size)
+    texts = [ids for dialogue in dialogues for ids in (dialogue.token_ids, dialogue.top_ids[:, :2])]
+    token_ids = choose_tokens(texts, manifest.model.eos_token_ids, config.vocab_size, vocab_size)
     student = make_student(target, config.num_layers, token_ids)
     training = ModelTraining(student, to_student_ids(token_ids, vocab_size), config)
     acceptance = train(training, dialogues, config, work, watcher.step)

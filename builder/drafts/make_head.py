@@ -25,7 +25,7 @@ def train_head(
     import zoo
     from builder.drafts.features import read_features, write_features
     from builder.drafts.head import make_head
-    from builder.drafts.head_file import HeadFacts, save_head
+    from builder.drafts.head_file import HeadFacts, find_head, read_weights, save_head
     from builder.drafts.make import TrainedDraft
     from builder.drafts.student import choose_tokens, to_student_ids
     from builder.drafts.train import train
@@ -40,13 +40,16 @@ def train_head(
     write_features(target, work / "corpus", watcher.features)
     examples = read_features(work / "corpus")
     dialogues = [dialogue for dialogue, _ in examples]
-    token_ids = choose_tokens(dialogues, info.eos_token_ids, config.vocab_size, info.vocab_size)
+    answers = [dialogue.token_ids[dialogue.first :] for dialogue in dialogues]
+    token_ids = choose_tokens(answers, info.eos_token_ids, config.vocab_size, info.vocab_size)
     head = make_head(target, token_ids)
+    if config.start_head:
+        read_weights(head, find_head(config.start_head))
     del target
     known = np.zeros(info.vocab_size, bool)
     known[token_ids] = True
     training = HeadTraining(head, to_student_ids(token_ids, info.vocab_size), known, config)
-    if not (work / "checkpoint.pt").is_file():
+    if not config.start_head and not (work / "checkpoint.pt").is_file():
         training.fit_start([example for i, example in enumerate(examples) if i % config.held_out_every])
     acceptance = train(training, examples, config, work, watcher.step)
     num_parameters = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
@@ -77,6 +80,8 @@ def _card(
         "batch-tokens": config.batch_tokens,
         "evaluate-every": config.evaluate_every,
     }
+    if config.start_head:
+        options["start-head"] = config.start_head
     again = " ".join(f"--{name} {value}" for name, value in options.items())
     return "\n".join(
         [

@@ -13,22 +13,21 @@ import msgspec
 import numpy as np
 import torch
 
-from builder.drafts.writer import Dialogue
 from runtime.errors import PlancastError
 from runtime.speculation.vocabulary import DRAFT_VOCABULARY
 from zoo.checkpoint import SIDE_FILES
 
 
-def choose_tokens(dialogues: Iterable[Dialogue], always: Iterable[int], size: int, vocab_size: int) -> list[int]:
-    """The target's ids that the draft knows, ascending: `always`, then the most frequent, then the lowest.
+def choose_tokens(texts: Iterable[np.ndarray], always: Iterable[int], size: int, vocab_size: int) -> list[int]:
+    """The target's ids that the draft knows, ascending: `always`, then the most frequent in `texts` (arrays of ids),
+    then the lowest.
 
     A multiple of 32 of them, which the kernels like. The last one stands for what is not known.
     """
     size = min(size, vocab_size) // 32 * 32
     counts: Counter[int] = Counter()
-    for dialogue in dialogues:
-        counts.update(dialogue.token_ids.tolist())
-        counts.update(dialogue.top_ids[:, :2].ravel().tolist())
+    for text in texts:
+        counts.update(text.ravel().tolist())
     chosen = dict.fromkeys(token_id for token_id in always if 0 <= token_id < vocab_size)
     for token_id, _ in counts.most_common():
         chosen.setdefault(token_id)

@@ -2,6 +2,9 @@
 
 A dialogue whose question is complete goes on with its answer, and one whose answer is complete makes room for the next
 question, so no row waits for the longest of its batch. The number of a dialogue and the seed decide its text.
+
+Left to itself a target asks for few kinds of things. So every other question begins with an opening (`openings.txt`:
+the first words that questions have), and every fourth dialogue goes on with a second question about the first answer.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 _MARK = "\u2063plancast\u2063"
 _QUESTION, _ANSWER = "question-", "answer-"
+_OPENED_EVERY, _GOES_ON_EVERY = 2, 4  # dialogues
 
 
 @dataclass(slots=True)
@@ -54,8 +59,10 @@ class Dialogue:
 
 @dataclass(slots=True)
 class _Writing:
-    """A dialogue under way: what its running request has brought so far."""
+    """A dialogue under way: the turns before its running request, and what that has brought so far."""
 
+    turns: list[dict[str, str]]
+    opening: str  # of the question under way
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -100,6 +107,7 @@ class DialogueWriter:
             speculation=SpeculationConfig(method=("eagle",) if self._reader is not None else ()),
         )
         self._most_tokens = limits.max_context_len
+        self._openings = resources.files("builder.drafts").joinpath("openings.txt").read_text().splitlines()
         self._core = EngineCore(self._executor, limits, draft_engine=self._reader)
         self._writing: dict[int, _Writing] = {}
 
@@ -110,54 +118,68 @@ class DialogueWriter:
         self._executor.close()
 
     def write(self, start: int) -> Iterator[list[Dialogue]]:
-        """Without end, the dialogues from number `start` on, `batch_requests` of them at a time."""
-        count, done, number = self._config.batch_requests, {}, start
+        """Without end, the answers of the dialogues from number `start` on, `batch_requests` dialogues at a time."""
+        count, number = self._config.batch_requests, start
+        answers: dict[int, list[Dialogue]] = {}
+        complete: set[int] = set()
         for _ in range(count):
-            self._ask(number)
+            self._ask(number, [])
             number += 1
         while True:
             for delta in self._core.step().deltas:
-                complete = self._take(delta)
-                if complete is not None:
-                    done[complete[0]] = complete[1]
-                    self._ask(number)
+                ended, answer = self._take(delta)
+                if answer is None:
+                    continue
+                answers.setdefault(ended, []).append(answer)
+                if ended not in self._writing:
+                    complete.add(ended)
+                    self._ask(number, [])
                     number += 1
-            while all(start + i in done for i in range(count)):
-                yield [done.pop(start + i) for i in range(count)]
+            while all(start + i in complete for i in range(count)):
+                complete.difference_update(range(start, start + count))
+                yield [answer for i in range(count) for answer in answers.pop(start + i)]
                 start += count
 
-    def _ask(self, number: int) -> None:
+    def _ask(self, number: int, turns: list[dict[str, str]]) -> None:
+        opening = ""
+        if not turns and number % _OPENED_EVERY:
+            opening = str(np.random.default_rng((self._config.seed, number)).choice(self._openings))
         self._request(
             number,
             _QUESTION,
-            self._open_turn(),
+            _Writing(turns, opening, self._open_turn(turns, opening)),
             SamplingParams(temperature=1.0, top_p=0.95, max_tokens=self._config.max_question),
         )
 
-    def _answer(self, number: int, question: str) -> None:
+    def _answer(self, number: int, turns: list[dict[str, str]]) -> None:
         """Two of three answers are greedy: those are what most users see."""
         top = self._config.top if self._config.kind == "model" else None
         self._request(
             number,
             _ANSWER,
-            self._prompt_of(question),
+            _Writing(turns, "", self._prompt_of(turns)),
             SamplingParams(
                 temperature=0.8 if number % 3 == 2 else 0.0, max_tokens=self._config.max_answer, logprobs=top
             ),
         )
 
-    def _request(self, number: int, kind: str, prompt: list[int], params: SamplingParams) -> None:
-        params.seed, params.detokenize = (self._config.seed << 32) + number, False
-        params.max_tokens = min(params.max_tokens or 1, self._most_tokens - len(prompt))
-        self._writing[number] = _Writing(prompt)
+    def _request(self, number: int, kind: str, writing: _Writing, params: SamplingParams) -> None:
+        # Another stream for each turn: the same random numbers would ask the same thing again.
+        params.seed, params.detokenize = (self._config.seed << 32) + (len(writing.turns) << 28) + number, False
+        params.max_tokens = min(params.max_tokens or 1, self._most_tokens - len(writing.prompt))
+        self._writing[number] = writing
         self._core.add_request(
             EngineRequest(
-                request_id=f"{kind}{number}", prompt_token_ids=prompt, params=params, arrival_time=time.monotonic()
+                request_id=f"{kind}{number}",
+                prompt_token_ids=writing.prompt,
+                params=params,
+                arrival_time=time.monotonic(),
             )
         )
 
-    def _take(self, delta: RequestDelta) -> tuple[int, Dialogue] | None:
-        """What a step brought one request; a dialogue's number and itself where that completes it."""
+    def _take(self, delta: RequestDelta) -> tuple[int, Dialogue | None]:
+        """What a step brought one request: the number of its dialogue, and the answer that it completes, if it does.
+        The dialogue is in `_writing` for as long as it goes on."""
         if delta.error is not None:
             raise PlancastError(f"the target could not write on: {delta.error}")
         kind, _, digits = delta.request_id.rpartition("-")
@@ -167,29 +189,42 @@ class DialogueWriter:
             writing.token_ids += part.new_token_ids
             writing.logprobs += part.logprobs or []
         if not delta.finished:
-            return None
+            return number, None
         del self._writing[number]
+        text = self._tokenizer.decode(writing.token_ids, skip_special_tokens=True)
         if kind + "-" == _QUESTION:
-            question = self._tokenizer.decode(writing.token_ids, skip_special_tokens=True).strip()
-            self._answer(number, question or "Hello!")
-            return None
+            question = (writing.opening + text).strip()
+            self._answer(number, [*writing.turns, {"role": "user", "content": question or "Hello!"}])
+            return number, None
         states = self._reader.states.pop(delta.request_id) if self._reader is not None else None
-        return number, _dialogue(writing, self._config, None if states is None else np.concatenate(states))
+        answer = _dialogue(writing, self._config, None if states is None else np.concatenate(states))
+        turns = [*writing.turns, {"role": "assistant", "content": text.strip()}]
+        if self._goes_on(number, turns):
+            self._ask(number, turns)
+        return number, answer
 
-    def _open_turn(self) -> list[int]:
-        """The ids of a conversation that ends where the user is about to speak; just BOS without a template."""
+    def _goes_on(self, number: int, turns: list[dict[str, str]]) -> bool:
+        """Whether a dialogue gets a second question: now and then, where there is a template and room for both."""
+        if self._template is None or len(turns) > 2 or number % _GOES_ON_EVERY != _GOES_ON_EVERY - 1:
+            return False
+        room = self._config.max_question + self._config.max_answer
+        return bool(turns[-1]["content"]) and len(self._open_turn(turns, "")) + room < self._most_tokens
+
+    def _open_turn(self, turns: list[dict[str, str]], opening: str) -> list[int]:
+        """The ids of a conversation that ends where the user has said `opening`; BOS and that without a template."""
         if self._template is None:
-            return self._tokenizer.encode("") or [0]
-        return self._tokenizer.encode(self._chat(_MARK).split(_MARK)[0], add_special_tokens=False)
+            return self._tokenizer.encode(opening) or [0]
+        chat = self._chat([*turns, {"role": "user", "content": _MARK}])
+        return self._tokenizer.encode(chat.split(_MARK)[0] + opening, add_special_tokens=False)
 
-    def _prompt_of(self, question: str) -> list[int]:
+    def _prompt_of(self, turns: list[dict[str, str]]) -> list[int]:
         if self._template is None:
-            return self._tokenizer.encode(question)
-        return self._tokenizer.encode(self._chat(question), add_special_tokens=False)
+            return self._tokenizer.encode(turns[-1]["content"])
+        return self._tokenizer.encode(self._chat(turns), add_special_tokens=False)
 
-    def _chat(self, question: str) -> str:
+    def _chat(self, turns: list[dict[str, str]]) -> str:
         assert self._template is not None
-        return self._template.render([{"role": "user", "content": question}], add_generation_prompt=True)
+        return self._template.render(turns, add_generation_prompt=True)
 
 
 def _dialogue(writing: _Writing, config: DraftTraining, hidden: NDArray[np.float16] | None) -> Dialogue:

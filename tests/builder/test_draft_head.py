@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,39 @@ def test_shipped_heads_are_whole_and_small() -> None:
         card = (folder / "README.md").read_text()
         assert "plancast draft train" in card
         assert f"seed {found.facts.training['seed']}" in card
+
+
+def test_training_goes_on_from_a_head(tmp_path: Path) -> None:
+    """With steps of no length the weights are the old head's, read off other tokens; one of other sizes is refused."""
+    import msgspec
+    from safetensors.numpy import load_file, save_file
+
+    from builder.drafts.make import train_draft
+
+    folder, _ = trained()
+    workshop = tiny_workshop()
+    recipe = tiny_recipe(workshop / "model")
+    odd = tmp_path / "odd"
+    shutil.copytree(folder / "head", odd)
+    weights = load_file(odd / "head.safetensors")
+    weights["norm.weight"] = weights["norm.weight"][1:]
+    save_file(weights, odd / "head.safetensors")
+
+    def train(start: Path, out: Path) -> None:
+        config = msgspec.structs.replace(
+            CONFIG, seed=1, steps=1, vocab_size=480, learning_rate=1e-12, start_head=str(start)
+        )
+        with plancast_home(workshop / "home"):
+            train_draft(recipe, workshop / "artifact", tmp_path / "work", out, config, Watcher(), 1)
+
+    train(folder / "head", tmp_path / "head")
+    old, new = (load_file(path / "head.safetensors") for path in (folder / "head", tmp_path / "head"))
+    assert old.keys() == new.keys()
+    for name in old:
+        np.testing.assert_allclose(new[name], old[name], rtol=1e-6, atol=1e-9)
+    assert f"--start-head {folder / 'head'}" in (tmp_path / "head" / "README.md").read_text()
+    with pytest.raises(PlancastError, match=r"odd.*of another shape"):
+        train(odd, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(PlancastError, match="--kind head"):
+        DraftTraining(kind="model", start_head="x")

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tiny_build import plancast_home, tiny_recipe, tiny_workshop
@@ -159,3 +160,24 @@ def test_bad_settings_are_refused() -> None:
         DraftTraining(steps=0)
     with pytest.raises(PlancastError, match="64 or more"):
         DraftTraining(vocab_size=10)
+
+
+def test_dialogues_are_of_many_kinds() -> None:
+    """Every other question begins with an opening, every fourth dialogue has a second answer that stands after the
+    first, and the number of a dialogue decides what is in it, whatever is written beside it."""
+    from builder.drafts.writer import DialogueWriter
+
+    workshop = tiny_workshop()
+    config = msgspec.structs.replace(CONFIG, kind="head", batch_requests=4, max_question=8, max_answer=12)
+    with DialogueWriter(workshop / "artifact", config, 1) as writer:
+        batches = [batch for batch, _ in zip(writer.write(0), range(2), strict=False)]
+        opened = [writer._tokenizer.decode(d.token_ids.tolist()) for batch in batches for d in batch]
+        openings = tuple(writer._openings)
+    with DialogueWriter(workshop / "artifact", config, 1) as writer:
+        again = next(writer.write(4))
+    assert [len(batch) for batch in batches] == [5, 5]
+    first, second = batches[0][3:]
+    assert second.token_ids[: first.first].tolist() == first.token_ids[: first.first].tolist()
+    assert second.first > len(first.token_ids)
+    assert sum(any(opening in text for opening in openings) for text in opened) >= 4
+    assert [d.token_ids.tolist() for d in again] == [d.token_ids.tolist() for d in batches[1]]
