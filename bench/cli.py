@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
         speculation,
         peers,
         compare,
+        scaling,
         kernels,
     ):
         bench.command(command.__name__)(command)

@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,34 @@ def commands() -> list[str]:
                 found[-1] += "\n" + line
             going_on = (line.startswith("$ ") or going_on) and line.endswith("\\")
     return [command for command in found if not SKIPPED.search(command)]
+
+
+def test_every_command_of_the_docs_exists() -> None:
+    """With the options that it is given: the docs' commands are not all run."""
+    import typer
+
+    from plancast import _make_app
+
+    top: Any = typer.main.get_command(_make_app())
+    wrong, count = [], 0
+    for path in (README, *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"```\w*\n(.*?)```", path.read_text(), re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = line.strip().removeprefix("$ ").split("#")[0].split()
+                if words[:1] != ["plancast"]:
+                    continue
+                count += 1
+                command, rest = top, words[1:]
+                while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+                    command, rest = command.commands.get(rest[0]), rest[1:]
+                known = {
+                    name for option in getattr(command, "params", []) for name in (*option.opts, *option.secondary_opts)
+                }
+                given = {word.split("=")[0] for word in rest if word.startswith("--")}
+                if command is None or given - known - {"--help", "--version"}:
+                    wrong.append(f"{path.name}: {line.strip()}")
+    assert count > 40
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.fixture(scope="module")
