@@ -18,6 +18,7 @@ from runtime.errors import ArtifactError, PlancastError
 from runtime.executor import StepBatch
 from runtime.executors.batch_checks import check_ids
 from runtime.executors.kv_cache import KvCache
+from runtime.executors.openvino_inputs import StepInputs
 from runtime.executors.openvino_model import OpenVINOEngine, reason
 from runtime.manifest import rebuild_hint
 from runtime.memory import available_memory, format_size
@@ -77,16 +78,17 @@ class OpenVINOExecutor:
             for index, port in enumerate(compiled.inputs)
             if port.any_name not in _STEP_INPUTS
         }
-        self._inputs = [
+        step_inputs = [
             (index, *_STEP_INPUTS[port.any_name])
             for index, port in enumerate(compiled.inputs)
             if port.any_name in _STEP_INPUTS
         ]
+        self._inputs = StepInputs(step_inputs)
         self._check_cells(artifact)
         width: int = compiled.output(0).partial_shape[1].get_length()
         self.vocab_size = width if manifest.embedding is None else manifest.model.vocab_size
         # A head reads every token of its target, and says only some.
-        self._reads_hidden = any(field == "hidden_states" for _, field, _ in self._inputs)
+        self._reads_hidden = any(field == "hidden_states" for _, field, _ in step_inputs)
         self._known_tokens = manifest.model.vocab_size if self._reads_hidden else self.vocab_size
         if manifest.embedding is not None and width != manifest.embedding.size:
             raise ArtifactError(
@@ -146,11 +148,7 @@ class OpenVINOExecutor:
         check_ids(batch, cache.num_blocks, self._known_tokens)
         if batch.copies:
             cache.copy_blocks(batch.copies)
-        arrays = [np.ascontiguousarray(getattr(batch, field), dtype) for _, field, dtype in self._inputs]
-        for (index, field, _), array in zip(self._inputs, arrays, strict=True):
-            # ascontiguousarray makes the scalar 1-D; the graph wants a scalar.
-            tensor = ov.Tensor(array.reshape(()) if field == "max_context_len" else array, shared_memory=True)
-            request.set_input_tensor(index, tensor)
+        self._inputs.bind(request, batch)
         request.infer(share_outputs=True)
         if self._gives_hidden:
             self.hidden_states = request.get_output_tensor(1).data

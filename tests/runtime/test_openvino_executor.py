@@ -74,6 +74,18 @@ def test_equals_the_model(executor):
     compare(executor, TINY, 1e-4)
 
 
+def test_each_step_reads_its_own_numbers(executor):
+    """Steps of sizes that come again, of one that is too large to keep, and of a batch that was changed in place."""
+    sequences = Sequences(3, 200, vocab_size=TINY.vocab_size)
+    executor.allocate(sequences.num_blocks)
+    caches = TINY.caches(sequences.num_blocks)
+    for advance in [{0: 1}, {1: 1}, {2: 40}, {0: 1}, {0: 2}, {1: 40}, {1: 1, 2: 1}, {0: 2}, {2: 1}, {0: 1, 1: 1}]:
+        batch = sequences.batch(advance, every_row=True)
+        assert relative_error(executor.run(batch), TINY.step(batch, caches)) < 1e-4, advance
+        batch.token_ids = (batch.token_ids + 1) % TINY.vocab_size  # the same cells again
+        assert relative_error(executor.run(batch), TINY.step(batch, caches)) < 1e-4, advance
+
+
 # Bounds: twice the largest error seen.
 @pytest.mark.parametrize(
     ("compute", "kv", "weights", "tolerance"),
