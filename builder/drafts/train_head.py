@@ -27,8 +27,10 @@ _LATER = 0.7
 _NOISE = 0.2  # in standard deviations of a hidden state, at most
 # Until then a step is one pass over the text: later passes cost as much each, and read outputs that are still far off.
 _UNROLLED_FROM = 0.5
+# What a token counts that ends four which stood in the text before: look-ups draft those for nothing.
+_REPEATED = 0.25
 _RIDGE = 0.003  # of what a matrix reads, mean square
-_ROWS = 64  # logits of so many rows at once
+_ROWS = 256  # logits of so many rows at once
 
 
 class _Batch(NamedTuple):
@@ -36,12 +38,14 @@ class _Batch(NamedTuple):
 
     tokens i64 [B, T] (the token that followed, of the target's vocabulary), hidden f32 [B, T, H], after f32 [B, T, H]
     (the next hidden state, which reads the token that `came` i64 [B, T], in the head's ids, -1: none or unknown).
+    `counts` f32 [B, T]: what each slot's output counts in the loss.
     """
 
     tokens: torch.Tensor
     hidden: torch.Tensor
     after: torch.Tensor
     came: torch.Tensor
+    counts: torch.Tensor
     lengths: list[int]
 
 
@@ -105,7 +109,10 @@ class HeadTraining:
         with half_where_fast():
             outputs = unroll(head, batch.tokens, batch.hidden + noise, passes)
         # [P, N]: what each output counts; the first slots of a later pass are of no draft.
-        weights = torch.stack([(slots >= depth).expand_as(inside)[inside] * _LATER**depth for depth in range(passes)])
+        counts = batch.counts[inside]
+        weights = torch.stack(
+            [(slots >= depth).expand_as(inside)[inside] * counts * _LATER**depth for depth in range(passes)]
+        )
         weights = weights / weights.sum()
         rows = torch.stack([output[inside].float() for output in outputs])
         reading: torch.Tensor = _SoftCrossEntropy.apply(rows, after, head.lm_head.weight, weights)  # type: ignore[assignment]
@@ -177,11 +184,30 @@ class HeadTraining:
         tokens = np.zeros((len(examples), longest), np.int64)
         hidden = np.zeros((len(examples), longest + 1, width), np.float32)
         came = np.full((len(examples), longest), -1, np.int64)
+        counts = np.zeros((len(examples), longest), np.float32)
         for index, (dialogue, states) in enumerate(examples):
             count = lengths[index]
             answer = dialogue.token_ids[dialogue.first :]
             tokens[index, :count], following = answer[:-1], answer[1:]
             hidden[index, : count + 1] = states
+            counts[index, :count] = np.where(repeated(dialogue.token_ids)[dialogue.first + 1 :], _REPEATED, 1.0)
             came[index, :count] = np.where(self._known[following], self._table[following], -1)
         states = torch.from_numpy(hidden)
-        return _Batch(torch.from_numpy(tokens), states[:, :-1], states[:, 1:], torch.from_numpy(came), lengths)
+        return _Batch(
+            torch.from_numpy(tokens),
+            states[:, :-1],
+            states[:, 1:],
+            torch.from_numpy(came),
+            torch.from_numpy(counts),
+            lengths,
+        )
+
+
+def repeated(token_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """bool [T]: whether a token of i32 [T] ends four that stood in the text before."""
+    ids = token_ids.tolist()
+    found, seen = np.zeros(len(ids), bool), set()
+    for place, four in enumerate(zip(ids, ids[1:], ids[2:], ids[3:], strict=False), 3):
+        found[place] = four in seen
+        seen.add(four)
+    return found

@@ -232,3 +232,14 @@ def test_training_goes_on_from_a_head(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(PlancastError, match="--kind head"):
         DraftTraining(kind="model", start_head="x")
+
+
+def test_what_a_lookup_would_draft_counts_less() -> None:
+    from builder.drafts.train_head import repeated
+
+    text = np.array([1, 2, 3, 4, 1, 2, 3, 4, 1, 9, 2, 3, 4, 1, 2, 3], np.int32)
+    seen = [tuple(text[at : at + 4]) for at in range(len(text))]
+    wanted = [place >= 3 and seen[place - 3] in seen[: place - 3] for place in range(len(text))]
+    assert repeated(text).tolist() == wanted
+    assert sum(wanted) == 5
+    assert not repeated(text[:3]).any()
