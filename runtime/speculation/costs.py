@@ -24,6 +24,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._curve: list[tuple[int, float]] = []  # sizes ascending, seconds not descending
+        self._predicted: dict[int, float | None] = {}  # by these: asked many times between two steps
         self._seen_at: dict[int, int] = {}
         self._tries: dict[int, int] = {}
         self.steps = 0
@@ -45,9 +46,15 @@ class StepCosts:
             for old in [other for other, seen in self._seen_at.items() if self.steps - seen > _STALE]:
                 del self._seconds[old], self._seen_at[old], self._tries[old]
         self._curve = []
+        self._predicted.clear()
 
     def predict(self, num_tokens: int) -> float | None:
         """Seconds of a step of so many tokens; None before the first measurement."""
+        if num_tokens not in self._predicted:
+            self._predicted[num_tokens] = self._predict(num_tokens)
+        return self._predicted[num_tokens]
+
+    def _predict(self, num_tokens: int) -> float | None:
         if not self._curve:
             self._join()
         curve = self._curve

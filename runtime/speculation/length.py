@@ -14,16 +14,18 @@ from runtime.speculation.confidence import Calibration
 from runtime.speculation.costs import StepCosts
 
 # What is taken for granted before anything was measured, and how many tokens' worth it is.
-_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0
+_PRIOR, _PRIOR_WEIGHT = 0.6, 8.0
 # How many tokens' worth the measure of all requests is to a new one.
-_SHARED_WEIGHT = 8.0
+_SHARED_WEIGHT = 12.0
 _FORGET_ALL, _FORGET_ONE = 0.998, 0.95
 # A gain smaller than this is not worth the risk of a wrong estimate.
 _MARGIN = 1.03
 # Who drafts nothing tries a single token so often (steps); and where all draft all the time, none does.
 _PROBE_EVERY = 64
-# A proposer that is not free tries so many times more seldom: with many requests, some of them would at every step.
-_PAID_PROBES = 4
+# A proposer that is not free tries more seldom the more is known of it, so many steps apart for each token that was
+# decided on, within these bounds: a few refusals at the start are no reason to give up for hundreds of steps, and
+# later, with many requests, some of them would try at every step.
+_PAID_PROBES, _PAID_BOUNDS = 4, (16, 256)
 # A token that is as unlikely as this to count is left out.
 _NEGLIGIBLE = 0.02
 # What a round of a draft engine is taken to cost before one was measured, as a share of a step.
@@ -155,11 +157,17 @@ class DraftLengths:
         for _, _, index in gains[:best]:
             lengths[index] += 1
         # Those who draft nothing try a token now and then: what was measured once need not hold for ever.
-        every = _PROBE_EVERY * (_PAID_PROBES if source else 1)
+        every = self._probe_every(source)
         for index, limit in enumerate(most):
             if not lengths[index] and limit and (self._steps + index) % every == 0:
                 lengths[index] = 1
         return lengths
+
+    def _probe_every(self, source: str) -> int:
+        if not source:
+            return _PROBE_EVERY
+        known = sum(share.decided for (name, _), share in self._all.items() if name == source)
+        return max(_PAID_BOUNDS[0], min(_PAID_BOUNDS[1], int(_PAID_PROBES * known)))
 
     def _round_seconds(self, source: str, base: float) -> float:
         """Of one round of a proposer, where a plain step takes `base`."""
@@ -176,10 +184,14 @@ class DraftLengths:
         drafted = len(chances)
         now = max(self._rates(chances, drafted, num_tokens, num_sequences, source))
         last = chances[-1] / (chances[-2] if drafted > 1 else 1.0)
-        longer = [*chances]
-        while len(longer) < most:
-            longer.append(longer[-1] * last)
-            if self._rates(longer, len(longer), num_tokens, num_sequences, source)[-1] > now:
+        base = self.costs.predict(num_tokens) or 1.0
+        round_seconds, chance = self._round_seconds(source, base), chances[-1]
+        expected = num_tokens + num_sequences * sum(chances)
+        for length in range(drafted + 1, most + 1):
+            chance *= last
+            expected += num_sequences * chance
+            step = self.costs.predict(num_tokens + num_sequences * length) or base
+            if expected / (step + length * round_seconds) > now:
                 return True
         return False
 

@@ -66,6 +66,9 @@ class Speculator:
         self._stats = stats
         self._clock = clock
         self._drafting_seconds = 0.0  # of the step under way
+        # Asked once: an instance check against a protocol takes as long as much else of a step.
+        self._confident = {proposer.name: proposer for proposer in proposers if isinstance(proposer, ConfidentProposer)}
+        self._free = {proposer.name for proposer in proposers if proposer.is_free}
         # Of the proposers that read the target's hidden states.
         self._readers = [proposer for proposer in proposers if isinstance(proposer, HiddenReader)]
 
@@ -169,13 +172,14 @@ class Speculator:
 
     def _ask(self, proposer: Proposer, wanted: list[tuple[Sequence, int]], num_tokens: int) -> list[Draft | None]:
         """What a proposer drafts. One that knows how sure it is goes on as long as that pays, whatever was planned."""
-        if not self.lengths.adaptive or not isinstance(proposer, ConfidentProposer):
+        confident = self._confident.get(proposer.name)
+        if not self.lengths.adaptive or confident is None:
             return proposer.propose(wanted)
 
         def goes_on(confidences: Listed[float]) -> bool:
             return self.lengths.goes_on(confidences, self.lengths.max_length, num_tokens, len(wanted), proposer.name)
 
-        return proposer.propose_while([(sequence, self._most(sequence)) for sequence, _ in wanted], goes_on)
+        return confident.propose_while([(sequence, self._most(sequence)) for sequence, _ in wanted], goes_on)
 
     def _cut_to_worth(self, proposed: list[Draft | None], source: str, num_tokens: int, num_sequences: int) -> None:
         """What a draft engine drafted is verified as far as its own confidence makes that pay."""
@@ -192,7 +196,7 @@ class Speculator:
         return any(chance < _WORTH_DRAFTING * self._chance(sequence, other.name, 0) for other in later)
 
     def _is_free(self, draft: Draft) -> bool:
-        return any(proposer.is_free for proposer in self.proposers if proposer.name == draft.source)
+        return draft.source in self._free
 
     @staticmethod
     def _cut_to_grammar(sequence: Sequence, draft: Draft) -> None:

@@ -109,6 +109,30 @@ def test_a_slow_first_time_is_not_believed() -> None:
     assert lengths.choose([0.6], [8], 1, "eagle") == [0], "but the fourth time is"
 
 
+def test_a_few_refusals_are_no_reason_to_give_up() -> None:
+    """A head that is right in half of the places may begin with a streak of wrong tokens: it is tried again soon, and
+    more seldom the more is known against it."""
+    lengths, own = drafting_lengths(), Acceptance()
+
+    def tried(steps: int) -> int:
+        count = 0
+        for _ in range(steps):
+            lengths.begin_step()
+            count += bool(lengths.choose([lengths.chance(own, "eagle", 0)], [8], 1, "eagle")[0])
+        return count
+
+    for _ in range(4):
+        lengths.observe_draft(own, "eagle", 0, 0, 1)
+    assert tried(64) == 64
+    for _ in range(6):
+        lengths.observe_draft(own, "eagle", 0, 0, 1)
+        lengths.observe_draft(Acceptance(), "eagle", 0, 0, 1)
+    assert 2 <= tried(128) <= 8
+    for _ in range(100):
+        lengths.observe_draft(own, "eagle", 0, 0, 1)
+    assert tried(512) == 2
+
+
 def test_acceptance_of_one_sequence_and_of_all() -> None:
     lengths = DraftLengths(8)
     good, bad = Acceptance(), Acceptance()
