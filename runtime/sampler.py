@@ -98,8 +98,11 @@ class Sampler:
                 [state.grammar for state in states if state is not None and state.grammar is not None]
             )
 
-    def sample(self, logits: NDArray[np.float32], states: Sequence[SamplingState]) -> list[SampledToken]:
-        """One token for each row of `logits` f32 [R, V], which is left as it is. The states are not advanced."""
+    def sample(
+        self, logits: NDArray[np.float32] | Sequence[NDArray[np.float32]], states: Sequence[SamplingState]
+    ) -> list[SampledToken]:
+        """One token for each row of `logits` f32 [R, V], or [V] each, which are left as they are. The states are not
+        advanced."""
         lacking = [state for state in states if not state.greedy and state.lacks_uniform()]
         if lacking:
             fill_uniforms(lacking)

@@ -25,7 +25,7 @@ class _Input:
     them the request reads now, 0 for none; `large`: what it reads then, whose memory OpenVINO does not hold."""
 
     index: int
-    field: str
+    name: str
     dtype: Any
     kept: dict[int, tuple[NDArray[Any], ov.Tensor]] = field(default_factory=dict)
     bound: int = 0
@@ -41,8 +41,8 @@ class StepInputs:
     def bind(self, request: ov.InferRequest, batch: StepBatch) -> None:
         """Let the next inference of `request` read `batch`."""
         for each in self._inputs:
-            value = getattr(batch, each.field)
-            rows = 1 if each.field == _SCALAR else len(value)
+            value = getattr(batch, each.name)
+            rows = 1 if each.name == _SCALAR else len(value)
             if not 0 < rows <= _MOST_KEPT:
                 each.large = np.ascontiguousarray(value, each.dtype)
                 request.set_input_tensor(each.index, ov.Tensor(each.large, shared_memory=True))

@@ -86,6 +86,7 @@ class DraftEngine:
         self._vocabulary = vocabulary
         self._mirrors: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently used first
         self._row = np.full(sampler.vocab_size, NEG_INF, np.float32)
+        self._exp = self._row[:0]  # room for a confidence's sum
         self._copies: list[tuple[int, int]] = []  # for the next pass
         self._goes_on: GoesOn = _sure_enough  # of the round under way
 
@@ -217,16 +218,18 @@ class DraftEngine:
         state = job.state
         drawn = self._drawn and not state.greedy
         row = self._processed(raw, state) if drawn or state.processors else raw
-        if not math.isfinite(float(row.max())):
-            return False
         if drawn:
+            if not math.isfinite(float(row.max())):
+                return False
             ids, p = self._sampler.distribution_of(row, state)
             u = uniform(state.seed, state.sequence_index, state.position + len(job.token_ids), DRAFT_STREAM)
             token_id = int(ids[search_cdf(np.cumsum(p), u)])
             job.distributions.append((ids, p))
         else:
             token_id = int(row.argmax())
-            confidence = _confidence(row, token_id)
+            if not math.isfinite(float(row[token_id])):
+                return False
+            confidence = self._confidence(row, token_id)
             if row is raw and self._vocabulary is not None:
                 token_id = int(self._vocabulary.to_target[token_id])
             if token_id >= self._sampler.vocab_size:  # a place that pads the draft's logits
@@ -250,6 +253,13 @@ class DraftEngine:
             processor.apply(row)
         return row
 
+    def _confidence(self, row: Logits, token_id: int) -> float:
+        """The probability of the likeliest token."""
+        if self._exp.size != row.size:
+            self._exp = np.empty_like(row)
+        np.subtract(row, row[token_id], out=self._exp)
+        return float(1.0 / np.exp(self._exp, out=self._exp).sum())
+
     def check(self) -> None:
         """Assert the invariants of the draft's blocks."""
         self.kv.pool.check(mirror.block_ids for mirror in self._mirrors.values())
@@ -257,8 +267,3 @@ class DraftEngine:
 
 def _sure_enough(confidences: Listed[float]) -> bool:
     return math.prod(confidences) >= _LEAST_CONFIDENCE
-
-
-def _confidence(row: Logits, token_id: int) -> float:
-    """The probability of the likeliest token."""
-    return float(1.0 / np.exp(row - row[token_id]).sum())

@@ -67,9 +67,8 @@ def sample_and_verify(
                     results[i].append(token)
         plain = [i for i in left if not _is_drawn(sequences[i], depth)]
         if plain:
-            rows = [first_rows[i] + depth for i in plain]
-            chosen = logits if rows == list(range(len(logits))) else logits[rows]
-            drawn = sampler.sample(chosen, [sequences[i].sampling for i in plain])
+            rows = [logits[first_rows[i] + depth] for i in plain]
+            drawn = sampler.sample(rows, [sequences[i].sampling for i in plain])
             for i, token in zip(plain, drawn, strict=True):
                 results[i].append(token)
         for i in left:
