@@ -8,10 +8,10 @@ A block takes rows `[rows, width]` f32 (trailing axes are one width), then, wher
 can be one). It is a program over *values*: the inputs, and what steps make. A step reads columns of values and makes a
 value:
 
-- `linear`: a product with a packed weight (`plugins.linear.op`), of the rows as they are, of their RMS norm, or of
-  `silu(gate) * up`; then a bias and a residual are added, where there are any.
-- `norm`: `x / sqrt(mean(x^2) + epsilon) * gain`.
-- `gate`: `silu(gate) * up`.
+- `linear`: a product with a packed weight (`plugins.linear.op`), of the rows as they are, of their norm, or of their
+  gate; then a bias and a residual are added, where there are any.
+- `norm`: `x / sqrt(mean(x^2) + epsilon) * gain`; `head_norm`: the same for each head of a row by itself.
+- `gate`: `silu(gate) * up`; `gelu_gate`: `gelu(gate) * up`, GELU with tanh.
 - `add`: `a + b`.
 - `rope`: `x * cos + rotate_half(x) * sin`, head by head; cos and sin `[rows, head size]`.
 - `attend`: paged attention (`plugins.paged_attention.op`), which writes the caches. Rows go through the steps between

@@ -12,10 +12,11 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import openvino as ov
+from openvino import opset13 as ops
 from openvino.utils.node_factory import NodeFactory
 
 from plugins.block.op import OP_TYPE, Columns, Program
-from plugins.block.patterns import Key, Match, key_of, match, row_width, split_parts
+from plugins.block.patterns import Key, Match, key_of, match, row_width, views
 
 POOL = "kv_cache.all"  # the name of the input that holds every layer's caches
 _LINE = 64  # bytes of a cache line
@@ -110,8 +111,7 @@ def _groups(model: ov.Model, matches: dict[Key, Match]) -> list[list[Match]]:
         for output in node.outputs():
             key = key_of(output)
             matched = matches.get(key)
-            parts = split_parts(node) if matched is None else None
-            whole = owner.get(key_of(node.input_value(0))) if parts else None
+            whole = owner.get(key_of(node.input_value(0))) if matched is None and views(node) else None
             if matched is not None:
                 sources = [key_of(value) for value in matched.inputs]
                 level[key] = max(level.get(source, 0) + (source not in owner) for source in sources)
@@ -137,14 +137,13 @@ class _Builder:
         self.matches = {key_of(matched.output): matched for matched in group}
         self.absorbed = {name for matched in group for name in matched.absorbed}
         self.users: dict[Key, list[Match]] = {}
-        self.views: dict[Key, tuple[Key, int, int]] = {}  # part of a value -> the value, first column, width
         self.left: list[ov.Output] = []  # what is used outside
         for matched in group:
             for value in matched.inputs:
                 self.users.setdefault(self._view(value)[0], []).append(matched)
-            self._look_outside(matched.output)
-        outside = {key_of(output) for output in self.left}
-        self.whole_outside = {self.views[key][0] if key in self.views else key for key in outside}
+            if self._is_used_outside(matched.output):
+                self.left.append(matched.output)
+        self.whole_outside = {self._view(output)[0] for output in self.left}
 
     def build(self) -> None:
         rows: list[ov.Output] = []
@@ -175,7 +174,7 @@ class _Builder:
                 self._emit(matched)
         for output in self.left:
             key = key_of(output)
-            if key in self.views:
+            if key not in self.matches:
                 columns = self._columns(output)
                 self.program.step("copy", self.program.value(columns.width, self.results[key]), columns)
         constants = self.constants
@@ -185,10 +184,11 @@ class _Builder:
         node.set_friendly_name(f"block.{self.left[0].get_node().get_friendly_name()}")
         for index, output in enumerate(self.left):
             result = node.output(index)
-            result.set_names(output.get_names())
             self.made[key_of(output)] = result
+            shaped = _in_shape(result, output)
+            shaped.set_names(output.get_names())
             for target in output.get_target_inputs():
-                target.replace_source_output(result)
+                target.replace_source_output(shaped)
 
     def _one_constant(self) -> ov.Output:
         """All constants as one, u8, each on a cache line: OpenVINO takes 3 to 4 us a step for each input of a node."""
@@ -214,9 +214,11 @@ class _Builder:
         if product.kind == "linear":
             operands = self._linear(product, addend)
         else:
-            operands = [self._columns(value) for value in product.inputs]
-            if product.kind == "norm":
+            operands: list[Columns | int | float | str] = [self._columns(value) for value in product.inputs]
+            if product.kind in ("norm", "head_norm"):
                 operands += [self._port(product.constants[0]), product.epsilon]
+            if product.kind == "head_norm":
+                operands.append(product.constants[0].get_shape()[0])
             if product.kind == "attend":
                 operands += self._attention(product)
         value = self.program.value(width, self.results.get(key))
@@ -262,7 +264,7 @@ class _Builder:
         users = self.users.get(key, [])
         if key in self.whole_outside or not users:
             return False
-        if matched.kind in ("norm", "gate"):
+        if matched.kind in ("norm", "gate", "gelu_gate"):
             return all(user.kind == "linear" and key_of(user.inputs[0]) == key for user in users)
         if matched.kind != "linear" or len(users) != 1 or users[0].kind != "add":
             return False
@@ -277,14 +279,13 @@ class _Builder:
     def _view(self, value: ov.Output) -> tuple[Key, int, int]:
         """The value of this group that `value` is columns of, or itself: its key, first column and width."""
         key = key_of(value)
-        width = row_width(value)
-        if key in self.views:
-            return self.views[key]
         node = value.get_node()
-        parts = split_parts(node)
-        if parts is not None and key_of(node.input_value(0)) in self.matches:
-            return key_of(node.input_value(0)), sum(parts[: value.get_index()]), parts[value.get_index()]
-        return key, 0, width or 0
+        parts = None if key in self.matches else views(node)
+        if parts is not None:
+            whole, first, _ = self._view(node.input_value(0))
+            if whole in self.matches:
+                return whole, first + sum(parts[: value.get_index()]), parts[value.get_index()]
+        return key, 0, row_width(value) or 0
 
     def _columns(self, value: ov.Output) -> Columns:
         key, first, width = self._view(value)
@@ -294,22 +295,24 @@ class _Builder:
         self.constants.append(constant)
         return self.first_port + len(self.constants) - 1
 
-    def _look_outside(self, output: ov.Output) -> None:
-        """Note what of a value, and of its parts, others use."""
+    def _is_used_outside(self, output: ov.Output) -> bool:
+        """Whether others use a value in whole; parts of it that they use are noted in `left`."""
+        outside = False
         for target in output.get_target_inputs():
             user = target.get_node()
-            parts = split_parts(user)
-            if parts is not None:
-                for part in user.outputs():
-                    self.views[key_of(part)] = self._view(part)
-                    if self._is_used_outside(part):
-                        self.left.append(part)
-        if self._is_used_outside(output):
-            self.left.append(output)
+            parts = views(user)
+            if user.get_name() in self.absorbed:
+                continue
+            if parts is None:
+                outside = True
+            elif len(parts) == 1:  # what reshapes it can do so outside
+                outside = self._is_used_outside(user.output(0)) or outside
+            else:
+                self.left += [part for part in user.outputs() if self._is_used_outside(part)]
+        return outside
 
-    def _is_used_outside(self, output: ov.Output) -> bool:
-        names = (target.get_node().get_name() for target in output.get_target_inputs())
-        users = (target.get_node() for target in output.get_target_inputs())
-        return any(
-            name not in self.absorbed and split_parts(user) is None for name, user in zip(names, users, strict=True)
-        )
+
+def _in_shape(rows: ov.Output, like: ov.Output) -> ov.Output:
+    """Rows [rows, width] in the shape [rows, ...] of the value that they stand for."""
+    shape = [-1, *(dimension.get_length() for dimension in list(like.get_partial_shape())[1:])]
+    return rows if len(shape) == 2 else ops.reshape(rows, ops.constant(np.array(shape)), False).output(0)

@@ -66,10 +66,16 @@ def row_width(output: ov.Output) -> int | None:
     return width
 
 
-def split_parts(node: ov.Node) -> list[int] | None:
-    """The widths into which a VariadicSplit cuts the columns of rows [rows, width]; None for any other node."""
-    if node.get_type_name() != "VariadicSplit" or row_width(node.input_value(0)) is None:
+def views(node: ov.Node) -> list[int] | None:
+    """Widths of the outputs of a node that only names columns of its input, one after the other; None for any other.
+
+    Such are a VariadicSplit of rows [rows, width], and a Reshape of rows into heads, or back.
+    """
+    if node.get_type_name() not in ("Reshape", "VariadicSplit") or row_width(node.input_value(0)) is None:
         return None
+    if node.get_type_name() == "Reshape":
+        width = row_width(node.output(0))
+        return None if width is None or width != row_width(node.input_value(0)) else [width]
     axis, lengths = (constant_floats(node.input_value(i).get_node()) for i in (1, 2))
     if axis is None or lengths is None or len(node.input_value(0).get_partial_shape()) != 2:
         return None
@@ -138,7 +144,7 @@ def _constant(values: NDArray[np.float32]) -> ov.Output:
 
 
 def _add(node: ov.Node) -> Match | None:
-    return _biased(node) or _sum(node)
+    return _biased(node) or _sum(node) or _rope(node)
 
 
 def _biased(node: ov.Node) -> Match | None:
@@ -172,19 +178,21 @@ def _multiply(node: ov.Node) -> Match | None:
 
 
 def _norm(node: ov.Node) -> Match | None:
-    """gain * (x * (mean(x^2) + epsilon)^-1/2), the square root and its inverse apart or together."""
+    """gain * (x * (mean(x^2) + epsilon)^-1/2), the root and its inverse apart or together; of rows or of heads."""
+    size = list(node.get_output_partial_shape(0))[-1].get_length()
     for scaled_at in (0, 1):
         scaled = _of_type(node.input_value(scaled_at), "Multiply")
         gain = constant_floats(node.input_value(1 - scaled_at).get_node())
-        if scaled is None or gain is None or gain.size != row_width(node.output(0)):
+        if scaled is None or gain is None or gain.shape[-1:] != (size,) or gain.size != size:
             continue
         for x_at in (0, 1):
             x, factor = scaled.input_value(x_at), scaled.input_value(1 - x_at)
             found = _inverse_root(factor, x)
-            if found is not None and _is_plain(x):
+            if found is not None and x.get_partial_shape() == node.get_output_partial_shape(0):
                 epsilon, inside = found
                 absorbed = _nodes(node, scaled) | inside
-                return Match("norm", node.output(0), (x,), absorbed, (_constant(gain),), epsilon)
+                kind = "norm" if _is_plain(x) else "head_norm"
+                return Match(kind, node.output(0), (x,), absorbed, (_constant(gain),), epsilon)
     return None
 
 
@@ -205,15 +213,19 @@ def _inverse_root(factor: ov.Output, x: ov.Output) -> tuple[float, frozenset[str
     epsilon = _scalar(total.input_value(1))
     if epsilon is None or _scalar(square.input_value(1)) != 2.0 or square.input_value(0) != x:
         return None
-    shape = mean.get_output_partial_shape(0)
-    if len(shape) != 2 or shape[1].is_dynamic or shape[1].get_length() != 1:
+    if list(mean.get_output_partial_shape(0)) != [*list(x.get_partial_shape())[:-1], ov.Dimension(1)]:
         return None
     return epsilon, _nodes(*(part for part in (power, root, total, mean, square) if part is not None))
 
 
 def _gate(node: ov.Node) -> Match | None:
-    """(gate * sigmoid(gate)) * up."""
+    """(gate * sigmoid(gate)) * up, or gelu(gate) * up."""
     for active_at in (0, 1):
+        gelu, up = _of_type(node.input_value(active_at), "Gelu"), node.input_value(1 - active_at)
+        if gelu is not None and gelu.get_attributes()["approximation_mode"] == "TANH":
+            gate = gelu.input_value(0)
+            if _is_plain(gate) and _is_plain(up) and row_width(gate) == row_width(up):
+                return Match("gelu_gate", node.output(0), (gate, up), _nodes(node, gelu))
         active, up = _of_type(node.input_value(active_at), "Multiply"), node.input_value(1 - active_at)
         if active is None:
             continue
@@ -227,22 +239,18 @@ def _gate(node: ov.Node) -> Match | None:
 
 
 def _rope(node: ov.Node) -> Match | None:
-    """The reshape to [rows, heads * size] after x * cos + concat(-x's second half, x's first half) * sin."""
-    total = _of_type(node.input_value(0), "Add")
-    if total is None or not _is_plain(node.output(0)):
-        return None
-    products = [_of_type(value, "Multiply") for value in total.input_values()]
+    """x * cos + concat(-x's second half, x's first half) * sin, of x [rows, heads, 1, size]."""
+    products = [_of_type(value, "Multiply") for value in node.input_values()]
     if products[0] is None or products[1] is None:
         return None
     for plain, turned in (products, products[::-1]):
         assert plain is not None
         assert turned is not None
-        heads = _of_type(plain.input_value(0), "Reshape")
-        halves = _of_type(turned.input_value(0), "Concat")
-        if heads is None or halves is None or len(halves.input_values()) != 2:
+        whole, halves = plain.input_value(0), _of_type(turned.input_value(0), "Concat")
+        shape = whole.get_partial_shape()
+        if halves is None or len(halves.input_values()) != 2 or shape != node.get_output_partial_shape(0):
             continue
-        shape = heads.get_output_partial_shape(0)
-        if len(shape) != 4 or shape[3].is_dynamic or not _is_plain(heads.input_value(0)):
+        if len(shape) != 4 or shape[3].is_dynamic:
             continue
         size = shape[3].get_length()
         negative = _of_type(halves.input_value(0), "Negative")
@@ -250,16 +258,13 @@ def _rope(node: ov.Node) -> Match | None:
         first = _of_type(halves.input_value(1), "Slice")
         if negative is None or second is None or first is None:
             continue
-        whole = heads.output(0)
         if not (_is_slice(second, whole, size // 2, size) and _is_slice(first, whole, 0, size // 2)):
             continue
         cos, sin = plain.input_value(1), turned.input_value(1)
         if row_width(cos) != size or row_width(sin) != size:
             continue
-        if row_width(node.output(0)) != row_width(heads.input_value(0)):
-            continue
-        inside = _nodes(node, total, plain, turned, heads, halves, negative, second, first)
-        return Match("rope", node.output(0), (heads.input_value(0), cos, sin), inside)
+        inside = _nodes(node, plain, turned, halves, negative, second, first)
+        return Match("rope", node.output(0), (whole, cos, sin), inside)
     return None
 
 
@@ -278,5 +283,4 @@ _MATCHERS: dict[str, Callable[[ov.Node], Match | None]] = {
     ATTENTION: _attend,
     "Add": _add,
     "Multiply": _multiply,
-    "Reshape": _rope,
 }

@@ -28,6 +28,10 @@ private:
     std::string line_;
 };
 
+Source::Step read_gate(const std::string& name) {
+    return name == "gate" ? Source::silu_mul : name == "gelu_gate" ? Source::gelu_mul : Source::plain;
+}
+
 linear::Weight read_weight(Reader& in) {
     linear::Weight w{};
     const auto kind = in.next<std::string>(), activations = in.next<std::string>();
@@ -132,7 +136,7 @@ Program Program::parse(const std::string& text) {
         if (name == "linear") {
             step.kind = Step::linear;
             const auto source = in.next<std::string>();
-            step.source = source == "norm" ? Source::rms_norm : source == "gate" ? Source::silu_mul : Source::plain;
+            step.source = source == "norm" ? Source::rms_norm : read_gate(source);
             step.a = in.columns();
             step.b = in.columns();
             step.gain_port = in.next<int>();
@@ -148,9 +152,17 @@ Program Program::parse(const std::string& text) {
             step.a = in.columns();
             step.gain_port = in.next<int>();
             step.epsilon = in.next<float>();
-        } else if (name == "gate" || name == "add") {
-            step.kind = name == "gate" ? Step::gate : Step::add;
-            step.source = Source::silu_mul;
+        } else if (name == "head_norm") {
+            step.kind = Step::head_norm;
+            step.a = in.columns();
+            step.gain_port = in.next<int>();
+            step.epsilon = in.next<float>();
+            step.head = in.next<size_t>();
+            if (!step.head || step.a.width % step.head)
+                throw std::runtime_error("a block's step has norms of heads that do not fit its columns: " + line);
+        } else if (name == "gate" || name == "gelu_gate" || name == "add") {
+            step.kind = name == "add" ? Step::add : Step::gate;
+            step.source = read_gate(name);
             step.a = in.columns();
             step.b = in.columns();
         } else if (name == "rope") {
@@ -177,6 +189,8 @@ Program Program::parse(const std::string& text) {
         }
         if (step.target < program.inputs || step.target >= program.values.size())
             throw std::runtime_error("a block's step makes no value: " + line);
+        if (step.kind == Step::head_norm && program.values[step.target].width != step.a.width)
+            throw std::runtime_error("a block's step has norms of heads of another width than its value: " + line);
         if (made[step.target])
             throw std::runtime_error("a block's step makes a value that another makes: " + line);
         made[step.target] = true;

@@ -23,7 +23,7 @@ struct Value {
 };
 
 struct Step {
-    enum Kind { linear, norm, gate, add, rope, copy, attend } kind;
+    enum Kind { linear, norm, head_norm, gate, add, rope, copy, attend } kind;
     size_t target;
     Columns a{}, b{}, c{};
     // linear
@@ -32,6 +32,7 @@ struct Step {
     int weight_port = -1, gain_port = -1, bias_port = -1;
     bool residual = false;
     float epsilon = 0;
+    size_t head = 0;  // head_norm: the columns of each norm
     // attend: queries, keys and values are a, b and c
     attention::Problem problem{};
     int sinks_port = -1, alibi_port = -1;

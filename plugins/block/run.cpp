@@ -75,7 +75,7 @@ Source source_of(const Step& step, const Frame& frame) {
     source.stride = frame.stride(step.a);
     source.gain = frame.constant(step.gain_port);
     source.epsilon = step.epsilon;
-    if (step.source == Source::silu_mul)
+    if (step.source == Source::silu_mul || step.source == Source::gelu_mul)
         source.up = frame.read(step.b);
     return source;
 }
@@ -100,6 +100,12 @@ void run_step(const Step& step, const Frame& frame, size_t rows, size_t threads,
     }
     const float* a = frame.read(step.a);
     const size_t a_stride = frame.stride(step.a);
+    if (step.kind == Step::head_norm)
+        return each_row(rows, threads, [&](size_t row) {
+            for (size_t first = 0; first < width; first += step.head)
+                kernel.rms_norm(a + row * a_stride + first, frame.constant(step.gain_port), step.epsilon, step.head,
+                                y + row * width + first);
+        });
     if (step.kind == Step::copy)
         return each_row(rows, threads, [&](size_t row) {
             std::copy(a + row * a_stride, a + row * a_stride + width, y + row * width);

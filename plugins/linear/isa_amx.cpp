@@ -48,9 +48,13 @@ void silu_mul(const float* gate, const float* up, size_t columns, float* y) {
     kAvx512Vnni.silu_mul(gate, up, columns, y);
 }
 
+void gelu_mul(const float* gate, const float* up, size_t columns, float* y) {
+    kAvx512Vnni.gelu_mul(gate, up, columns, y);
+}
+
 }  // namespace amx
 
-const Kernels kAmx = {amx::quantize, amx::multiply, amx::rms_norm, amx::silu_mul, amx::release};
+const Kernels kAmx = {amx::quantize, amx::multiply, amx::rms_norm, amx::silu_mul, amx::gelu_mul, amx::release};
 
 bool has_amx() {
     static const bool has = [] {

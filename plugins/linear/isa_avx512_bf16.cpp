@@ -46,9 +46,14 @@ void silu_mul(const float* gate, const float* up, size_t columns, float* y) {
     kAvx512Vnni.silu_mul(gate, up, columns, y);
 }
 
+void gelu_mul(const float* gate, const float* up, size_t columns, float* y) {
+    kAvx512Vnni.gelu_mul(gate, up, columns, y);
+}
+
 }  // namespace avx512_bf16
 
-const Kernels kAvx512Bf16 = {avx512_bf16::quantize, avx512_bf16::multiply, avx512_bf16::rms_norm, avx512_bf16::silu_mul};
+const Kernels kAvx512Bf16 = {avx512_bf16::quantize, avx512_bf16::multiply, avx512_bf16::rms_norm,
+                             avx512_bf16::silu_mul, avx512_bf16::gelu_mul};
 
 }  // namespace plancast::linear
 

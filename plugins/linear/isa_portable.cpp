@@ -139,6 +139,7 @@ void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t
 
 }  // namespace portable
 
-const Kernels kPortable = {portable::quantize, portable::multiply, portable::rms_norm, portable::silu_mul};
+const Kernels kPortable = {portable::quantize, portable::multiply, portable::rms_norm, portable::silu_mul,
+                           portable::gelu_mul};
 
 }  // namespace plancast::linear

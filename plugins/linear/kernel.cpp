@@ -134,6 +134,7 @@ const float* source_row(const Source& source, size_t row, size_t columns, const 
     switch (source.step) {
         case Source::rms_norm: kernel.rms_norm(x, source.gain, source.epsilon, columns, buffer); return buffer;
         case Source::silu_mul: kernel.silu_mul(x, source.up + row * source.stride, columns, buffer); return buffer;
+        case Source::gelu_mul: kernel.gelu_mul(x, source.up + row * source.stride, columns, buffer); return buffer;
         default: return x;
     }
 }

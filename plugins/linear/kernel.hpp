@@ -23,6 +23,8 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* gain, float epsilon, size_t columns, float* y);
     // y = silu(gate) * up, f32 [columns].
     void (*silu_mul)(const float* gate, const float* up, size_t columns, float* y);
+    // y = gelu(gate) * up, f32 [columns]; GELU as its tanh form has it.
+    void (*gelu_mul)(const float* gate, const float* up, size_t columns, float* y);
     // Called by each thread after its last `multiply` of a task; null: nothing to do.
     void (*release)() = nullptr;
     // Whether int8 activations of int8 weights take 16 bits, too.
@@ -55,10 +57,10 @@ private:
 
 // The rows that a product takes, [rows, columns], and what is done to each before it is rounded.
 struct Source {
-    enum Step { plain, rms_norm, silu_mul } step = plain;
+    enum Step { plain, rms_norm, silu_mul, gelu_mul } step = plain;
     const float* x = nullptr;
     size_t stride = 0;          // of x and up, in floats
-    const float* up = nullptr;  // silu_mul: the rows that silu(x) is multiplied by
+    const float* up = nullptr;  // silu_mul, gelu_mul: the rows that silu(x) or gelu(x) is multiplied by
     const float* gain = nullptr;  // rms_norm: [columns]
     float epsilon = 0;
 };

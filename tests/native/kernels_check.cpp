@@ -157,18 +157,22 @@ void check_rows(size_t columns) {
     const std::vector<float> x = activations(12, columns), gain = activations(1, columns);
     for (size_t row = 0; row < 12; ++row) {
         std::vector<float> expected(columns), y(columns), expected_gate(columns), gate(columns);
+        std::vector<float> expected_gelu(columns), gelu(columns);
         const float* at = x.data() + row * columns;
         kernels(Isa::portable).rms_norm(at, gain.data(), 1e-5f, columns, expected.data());
         kernels(Isa::portable).silu_mul(at, gain.data(), columns, expected_gate.data());
+        kernels(Isa::portable).gelu_mul(at, gain.data(), columns, expected_gelu.data());
         for (const Isa isa : kIsas) {
             if (!has_isa(isa))
                 continue;
             kernels(isa).rms_norm(at, gain.data(), 1e-5f, columns, y.data());
             kernels(isa).silu_mul(at, gain.data(), columns, gate.data());
+            kernels(isa).gelu_mul(at, gain.data(), columns, gelu.data());
             for (size_t k = 0; k < columns; ++k)
-                if (!same(expected[k], y[k], true) || !same(expected_gate[k], gate[k], true)) {
-                    std::printf("rows of %zu, row %zu, %s: %g %g, not %g %g\n", columns, row, isa_name(isa), y[k],
-                                gate[k], expected[k], expected_gate[k]);
+                if (!same(expected[k], y[k], true) || !same(expected_gate[k], gate[k], true) ||
+                    !same(expected_gelu[k], gelu[k], true)) {
+                    std::printf("rows of %zu, row %zu, %s: %g %g %g, not %g %g %g\n", columns, row, isa_name(isa), y[k],
+                                gate[k], gelu[k], expected[k], expected_gate[k], expected_gelu[k]);
                     ++failures;
                     break;
                 }
@@ -180,8 +184,41 @@ void check_rows(size_t columns) {
                 ++failures;
                 break;
             }
-            if (std::isnan(at[k]) && !std::isnan(expected_gate[k]))
+            const double x = at[k], inside = std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x);
+            const double gelued = 0.5 * x * (1 + std::tanh(inside)) * gain[k];
+            if (std::isfinite(gelued) && std::fabs(expected_gelu[k] - gelued) > 1e-6 * std::fabs(x * gain[k]) + 1e-30) {
+                std::printf("gelu(%g) * %g is %g, not %g\n", x, gain[k], expected_gelu[k], gelued);
                 ++failures;
+                break;
+            }
+            if (std::isnan(at[k]) && !(std::isnan(expected_gate[k]) && std::isnan(expected_gelu[k])))
+                ++failures;
+        }
+    }
+}
+
+// Three norms of six columns each, their gate, and the last one's norm again: each step's bits are the kernels' own.
+void check_heads(const block::Program& program, size_t rows) {
+    constexpr size_t kWidth = 20, kHead = 6;
+    const std::vector<float> x = activations(rows, kWidth), gain = activations(1, kHead);
+    std::vector<float> gates(rows * 9), last(rows * kHead);
+    program.run({x.data(), gain.data()}, {gates.data(), last.data()}, rows, 0, 2);
+    const Kernels& kernel = kernels(best_isa());
+    for (size_t row = 0; row < rows; ++row) {
+        float normed[18], gate[9], again[kHead];
+        for (size_t first = 0; first < 18; first += kHead)
+            kernel.rms_norm(x.data() + row * kWidth + 1 + first, gain.data(), 1e-5f, kHead, normed + first);
+        kernel.gelu_mul(normed, normed + 9, 9, gate);
+        kernel.rms_norm(normed + 12, gain.data(), 1e-5f, kHead, again);
+        bool right = true;
+        for (size_t k = 0; k < 9; ++k)
+            right = right && same(gate[k], gates[row * 9 + k], true);
+        for (size_t k = 0; k < kHead; ++k)
+            right = right && same(again[k], last[row * kHead + k], true);
+        if (!right) {
+            std::printf("norms of heads: row %zu of %zu is not the kernels'\n", row, rows);
+            ++failures;
+            return;
         }
     }
 }
@@ -197,16 +234,23 @@ void check_program() {
     const auto program = block::Program::parse(
         "input 8;input 4;input 4;value 8 -1;value 8 -1;value 8 0;value 4 1;norm 3 0 0 8 3 1e-05;"
         "rope 4 3 0 8 1 0 4 2 0 4;add 5 4 0 8 0 0 8;gate 6 5 0 4 5 4 4");
+    const auto heads = block::Program::parse(
+        "input 20;value 18 -1;value 9 0;value 6 1;head_norm 1 0 1 18 1 1e-05 6;gelu_gate 2 1 0 9 1 9 9;"
+        "head_norm 3 1 12 6 1 1e-05 6");
     for (const size_t rows : {size_t{0}, size_t{1}, size_t{9}, size_t{300}}) {
         const std::vector<float> x = activations(rows, 8), cos = activations(rows, 4), gain = activations(1, 8);
         std::vector<float> one(rows * 8), two(rows * 4);
         program.run({x.data(), cos.data(), cos.data(), gain.data()}, {one.data(), two.data()}, rows, 0, 2);
+        check_heads(heads, rows);
     }
     const char* wrong[] = {"input 8;value 8 -1;value 8 0;add 2 1 0 8 0 0 8;add 1 0 0 8 0 0 8",
                            "input 8;value 8 0;add 1 0 0 8 0 0 8;copy 1 0 0 8",
                            "input 8;value 8 0;value 8 1;copy 1 0 0 8",
                            "input 8;value 8 0;input 8;copy 1 0 0 8",
                            "input 8;value 8 0;norm 1 0 0 8 2 1e-05;constants 1 0",
+                           // heads that do not fit, of no columns, into a value of another width
+                           "input 8;value 8 0;head_norm 1 0 0 8 1 1e-05 3", "input 8;value 8 0;head_norm 1 0 0 8 1 1e-05 0",
+                           "input 8;value 9 0;head_norm 1 0 0 8 1 1e-05 4", "input 8;value 8 0;head_norm 1 0 0 8 1 1e-05",
                            // a cache that ends behind its pool's block
                            "input 8;value 8 0;attend 1 0 0 8 0 0 4 0 0 4 2 1 4 4 0 0 0 32 0 1 0 0 0 -1 -1 0 1;pool 2 1023 0 512",
                            // attention: a value that is too narrow, another type, heads that do not fit, an early end

@@ -30,7 +30,7 @@ except NativeBuildError as error:
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "cohere2", "llama-tied-bias", "qwen2_moe", "gpt_oss")
 # All layers are one operation, and the last one's rows that say something, with the head, another.
-STACKS = ("llama", "llama-tied-bias", "qwen2")
+STACKS = ("llama", "llama-tied-bias", "qwen2", "qwen3", "gemma2", "gemma3")
 FORMATS = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "int8:int4")
 
 
