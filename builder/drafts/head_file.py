@@ -59,8 +59,9 @@ def save_head(head: EagleHead, facts: HeadFacts, folder: Path, card: str) -> Non
     beside = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    save_file(tensors, beside / WEIGHTS)
     (beside / FACTS).write_bytes(msgspec.json.encode(facts) + b"\n")
+    save_file(tensors, beside / WEIGHTS)
+    (beside / WEIGHTS).chmod((beside / FACTS).stat().st_mode)  # safetensors writes for its owner alone
     (beside / CARD).write_text(card, encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)

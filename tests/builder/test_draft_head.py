@@ -226,6 +226,7 @@ def test_training_goes_on_from_a_head(tmp_path: Path) -> None:
     assert old.keys() == new.keys()
     for name in old:
         np.testing.assert_allclose(new[name], old[name], rtol=1e-6, atol=1e-9)
+    assert len({path.stat().st_mode for path in (tmp_path / "head").iterdir()}) == 1
     assert f"--start-head {folder / 'head'}" in (tmp_path / "head" / "README.md").read_text()
     with pytest.raises(PlancastError, match=r"odd.*of another shape"):
         train(odd, tmp_path / "none")
