@@ -28,7 +28,7 @@ try:
 except NativeBuildError as error:
     pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
 
-FAMILIES = ("cohere2", "gemma2", "gpt2", "gpt_bigcode", "gpt_oss")
+FAMILIES = ("cohere2", "gemma2", "gemma3", "gpt2", "gpt_bigcode", "gpt_oss", "hunyuan", "qwen3")
 # Of the largest logit. f32 cells: sums in another order alone. Random weights make every rounding of a cell show.
 BOUNDS = {"f32": 2e-5, "int8": 0.1, "bf16": 0.03}
 
