@@ -36,7 +36,13 @@ def main() -> None:
             generation.num_assistant_tokens, generation.max_ngram_size = lookup["tokens"], lookup["ngram"]
         prompts = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in job["prompts"]]
         start = time.perf_counter()
-        results = pipeline.generate(prompts, [generation] * len(prompts))
+        # With dynamic_split_fuse the pipeline does not heed max_num_seqs: it would run all prompts side by side.
+        at_once = len(prompts) if config["max_num_seqs"] > 1 else 1
+        results = [
+            result
+            for first in range(0, len(prompts), at_once)
+            for result in pipeline.generate(prompts[first : first + at_once], [generation] * at_once)
+        ]
         seconds = time.perf_counter() - start
         outputs = [list(map(int, result.m_generation_ids[0])) for result in results]
         print(json.dumps({"seconds": seconds, "outputs": outputs}), flush=True)
