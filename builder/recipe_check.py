@@ -12,6 +12,12 @@ from plugins.gpu.architectures import RTX_CAPABILITIES
 # 2026.4.1). It refuses f32 + bf16 and bf16 + f32 when the model runs, and turns bf16 + f16 into bf16 in silence.
 _OPENVINO_KV = {"f32": ("f32", "f16", "int8"), "bf16": ("bf16", "int8")}
 _OPENVINO_BLOCK_SIZE = 32  # and of our kernels
+# Keys of the section `backend` that some backends alone heed.
+_ONLY_OF = {
+    "compute_capabilities": ("tensorrt", "tensorrt_rtx"),
+    "strip_weights": ("tensorrt", "tensorrt_rtx"),
+    "weight_streaming": ("tensorrt",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +36,12 @@ def impossible(recipe: Recipe) -> Iterator[Problem]:
         yield from _torch(recipe)
     else:
         yield from _tensorrt(recipe)
-    if not recipe.backend.name.startswith("tensorrt"):
-        for key, value in (
-            ("compute_capabilities", recipe.backend.compute_capabilities),
-            ("strip_weights", recipe.backend.strip_weights),
-        ):
-            if value:
-                yield Problem(
-                    ("backend", key), f"has no effect on {recipe.backend.name}; remove it, or set backend.name"
-                )
-    if recipe.backend.weight_streaming and recipe.backend.name != "tensorrt":
-        yield Problem(
-            ("backend", "weight_streaming"),
-            f"has no effect on {recipe.backend.name}; remove it, or set backend.name: tensorrt",
-        )
+    for key, backends in _ONLY_OF.items():
+        if getattr(recipe.backend, key) and recipe.backend.name not in backends:
+            yield Problem(
+                ("backend", key),
+                f"has no effect on {recipe.backend.name}; remove it, or set backend.name: {' or '.join(backends)}",
+            )
     yield from _weights(recipe)
     yield from _kv(recipe)
     yield from _limits(recipe)
