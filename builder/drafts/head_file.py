@@ -137,14 +137,14 @@ def read_weights(head: EagleHead, folder: HeadFolder) -> None:
     from builder.drafts.head import FROZEN
 
     try:
-        missing = head.load_state_dict(_read_weights(folder.path / WEIGHTS), strict=False).missing_keys
+        missing = head.load_state_dict(_stored_weights(folder.path / WEIGHTS), strict=False).missing_keys
     except (RuntimeError, ValueError, OSError) as error:
         raise PlancastError(f"{folder.path}: a damaged head, or one of another shape ({error})") from None
     if absent := sorted(set(missing) - set(FROZEN)):
         raise PlancastError(f"{folder.path}: a damaged head: {WEIGHTS} lacks {', '.join(absent)}")
 
 
-def _read_weights(path: Path) -> dict[str, Any]:
+def _stored_weights(path: Path) -> dict[str, Any]:
     import torch
     from safetensors import SafetensorError
     from safetensors.numpy import load_file

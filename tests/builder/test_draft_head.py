@@ -181,7 +181,7 @@ def test_shipped_heads_are_whole_and_small() -> None:
     import msgspec
 
     from builder.drafts.head import FROZEN, EagleHead, HeadConfig
-    from builder.drafts.head_file import HEADS, WEIGHTS, _read_weights, find_head
+    from builder.drafts.head_file import HEADS, WEIGHTS, _stored_weights, find_head
 
     folders = [path.parent for path in HEADS.glob("*/head.json")]
     assert folders, "a head ships"
@@ -190,7 +190,7 @@ def test_shipped_heads_are_whole_and_small() -> None:
         assert found.path == folder
         assert sum(path.stat().st_size for path in folder.iterdir()) < 8 << 20
         head = EagleHead(msgspec.convert(found.facts.shape, HeadConfig))
-        missing = head.load_state_dict(_read_weights(folder / WEIGHTS), strict=False).missing_keys
+        missing = head.load_state_dict(_stored_weights(folder / WEIGHTS), strict=False).missing_keys
         assert set(missing) == set(FROZEN)
         assert len(found.facts.target_ids) == head.config.vocab_size
         card = (folder / "README.md").read_text()
@@ -230,7 +230,11 @@ def test_training_goes_on_from_a_head(tmp_path: Path) -> None:
     assert f"--start-head {folder / 'head'}" in (tmp_path / "head" / "README.md").read_text()
     with pytest.raises(PlancastError, match=r"odd.*of another shape"):
         train(odd, tmp_path / "none")
+    shutil.rmtree(tmp_path / "work")
+    with pytest.raises(PlancastError, match=r"no head '.*nothing'"):
+        train(tmp_path / "nothing", tmp_path / "none")
     assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "work").exists(), "no corpus is written for a head that there is not"
     with pytest.raises(PlancastError, match="--kind head"):
         DraftTraining(kind="model", start_head="x")
 
