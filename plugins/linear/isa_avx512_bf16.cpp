@@ -30,8 +30,8 @@ constexpr int kWide = 2, kMost = 6;
 
 // All but bf16 products is as without BF16.
 void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t count, const Target& t,
-              const uint8_t* end) {
-    (w.kind == Kind::bf16 ? multiply_bf16 : kAvx512Vnni.multiply)(w, a, strip, first, count, t, end);
+              const Reading& reading) {
+    (w.kind == Kind::bf16 ? multiply_bf16 : kAvx512Vnni.multiply)(w, a, strip, first, count, t, reading);
 }
 
 void quantize(const float* x, const Weight& w, const Rows& a, size_t row) {

@@ -26,7 +26,7 @@ struct V : Base {
                    _mm512_castsi512_ps(_mm512_and_si512(values, upper)), even);
     }
 };
-constexpr int kWide = 2, kMost = 6, kRows = 6, kRowsLow = 4, kRowsInt16 = 4;
+constexpr int kWide = 2, kMost = 6, kRows = 6, kRowsLow = 4, kRowsInt16 = 5;
 
 #include "linear/rows.inc"
 #include "linear/tile_base.inc"
@@ -35,8 +35,8 @@ constexpr int kWide = 2, kMost = 6, kRows = 6, kRowsLow = 4, kRowsInt16 = 4;
 #include "linear/tile_bf16.inc"
 
 void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t count, const Target& t,
-              const uint8_t* end) {
-    (w.kind == Kind::bf16 ? multiply_bf16 : multiply_integers)(w, a, strip, first, count, t, end);
+              const Reading& reading) {
+    (w.kind == Kind::bf16 ? multiply_bf16 : multiply_integers)(w, a, strip, first, count, t, reading);
 }
 
 }  // namespace avx512_vnni

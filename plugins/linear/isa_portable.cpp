@@ -133,8 +133,8 @@ constexpr int kWide = 2, kMost = 1, kRows = 1, kRowsLow = 1, kRowsInt16 = 1;
 #include "linear/tile_bf16.inc"
 
 void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t count, const Target& t,
-              const uint8_t* end) {
-    (w.kind == Kind::bf16 ? multiply_bf16 : multiply_integers)(w, a, strip, first, count, t, end);
+              const Reading& reading) {
+    (w.kind == Kind::bf16 ? multiply_bf16 : multiply_integers)(w, a, strip, first, count, t, reading);
 }
 
 }  // namespace portable

@@ -12,7 +12,7 @@ namespace {
 constexpr Isa kBestFirst[] = {Isa::amx, Isa::avx512_bf16, Isa::avx512_vnni, Isa::avx_vnni, Isa::avx2, Isa::portable};
 
 // With fewer rows than this a product waits for memory: each thread streams one stretch of the weights.
-constexpr size_t kRowsOfStream = 12, kRowsOfStreamAmx = 33;
+constexpr size_t kRowsOfStream = 33;
 constexpr size_t kRowsOfTask = 128;  // their activations stay in the second-level cache
 
 bool has_avx_vnni() {
@@ -153,14 +153,18 @@ void multiply(const Weight& w, const Source& source, size_t rows, const Target& 
             kernel.quantize(source_row(source, row, w.columns, kernel, changed.data()), w, rounded, row);
     });
     const size_t strips = w.strips();
-    const bool stream = rows < (isa == Isa::amx ? kRowsOfStreamAmx : kRowsOfStream);
+    const bool stream = rows < kRowsOfStream;
     const size_t heights = stream ? 1 : (rows + kRowsOfTask - 1) / kRowsOfTask;
     const size_t stretches = std::min(strips, stream ? 2 * threads : std::max<size_t>(strips / 2, 2 * threads));
     parallel(stretches * heights, threads, [&](size_t index) {
         const Part part(strips, index / heights, stretches), height(rows, index % heights, heights);
         const uint8_t* end = w.data + part.last * w.strip_bytes();
+        // With nobody held up, this thread gets the task that comes so many after this one.
+        const size_t then = (index + threads) / heights;
+        const bool moves = then > index / heights && then < stretches;
+        const Reading reading{end, moves ? w.data + Part(strips, then, stretches).first * w.strip_bytes() : nullptr};
         for (size_t strip = part.first; strip < part.last; ++strip)
-            kernel.multiply(w, rounded, strip, height.first, height.last - height.first, target, end);
+            kernel.multiply(w, rounded, strip, height.first, height.last - height.first, target, reading);
         if (kernel.release)
             kernel.release();
     });

@@ -12,13 +12,25 @@ namespace plancast::linear {
 
 enum class Isa { portable, avx2, avx_vnni, avx512_vnni, avx512_bf16, amx };
 
+// Which weights a thread reads: on from where it is up to `end`, then from `next`, its next task's. Null: unknown.
+struct Reading {
+    const uint8_t *end = nullptr, *next = nullptr;
+
+    // What it reads `distance` bytes after `at`, to be asked for in time; null: nothing, as far as is known.
+    const uint8_t* after(const uint8_t* at, size_t distance) const {
+        if (!end)
+            return nullptr;
+        const size_t left = static_cast<size_t>(end - at);
+        return distance < left ? at + distance : next ? next + (distance - left) : nullptr;
+    }
+};
+
 struct Kernels {
     // One row f32 [columns] into row `row` of `rows`.
     void (*quantize)(const float* x, const Weight& weight, const Rows& rows, size_t row);
-    // Rows [first, first + count) times strip `strip`. Weights are read ahead up to
-    // `end`; null: not at all.
+    // Rows [first, first + count) times strip `strip`; weights are read ahead as `reading` says.
     void (*multiply)(const Weight& weight, const Rows& rows, size_t strip, size_t first, size_t count,
-                     const Target& target, const uint8_t* end);
+                     const Target& target, const Reading& reading);
     // y = x / sqrt(mean(x^2) + epsilon) * gain, f32 [columns].
     void (*rms_norm)(const float* x, const float* gain, float epsilon, size_t columns, float* y);
     // y = silu(gate) * up, f32 [columns].
