@@ -40,7 +40,10 @@ def train(
     ] = "head",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that the target writes.")] = 200_000,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 600,
-    layers: Annotated[int, typer.Option(min=1, help="Of a model: layers, cut from the target.")] = 2,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Decoder layers: of a head (default: 1); of a model, cut from the target (2)."),
+    ] = None,
     vocab_size: Annotated[int, typer.Option(min=64, help="Most frequent tokens that the draft knows.")] = 8192,
     learning_rate: Annotated[float, typer.Option(min=1e-7)] = 6e-4,
     passes: Annotated[
@@ -58,7 +61,8 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a draft with no data set: the target writes the text. Started again, it goes on where it stopped."""
+    """Train a draft with no data set: the target writes the text. Started again, it goes on where it stopped; with
+    fewer --steps than it has behind it, it writes the best so far."""
     from builder.drafts.config import DraftTraining
     from builder.drafts.make import train_draft
     from builder.recipe import load_recipe
@@ -68,7 +72,7 @@ def train(
         kind=kind,
         corpus_tokens=tokens,
         steps=steps,
-        num_layers=layers,
+        num_layers=layers or 0,
         vocab_size=vocab_size,
         learning_rate=learning_rate,
         passes=passes,
@@ -83,7 +87,11 @@ def train(
     made = out or Path("artifacts") / f"{loaded.name}-{'head' if kind == 'head' else 'draft'}"
     folder = work or made.with_name(made.name + ".training")
     watcher = _Progress(config.corpus_tokens, config.steps, quiet=quiet)
-    result = train_draft(loaded, target, folder, made, config, watcher, threads)
+    try:
+        result = train_draft(loaded, target, folder, made, config, watcher, threads)
+    except KeyboardInterrupt:
+        watcher.stopped()
+        raise
     if as_json:
         figures = {
             "artifact": str(result.artifact),
@@ -113,6 +121,7 @@ class _Progress:
     def __init__(self, tokens: int, steps: int, *, quiet: bool):
         self._tokens, self._steps, self._quiet = tokens, steps, quiet
         self._started = time.monotonic()
+        self._kept = 0  # the last step with a checkpoint
 
     def corpus(self, tokens: int) -> None:
         self._say(f"corpus: {min(tokens, self._tokens):,} of {self._tokens:,} tokens")
@@ -122,9 +131,14 @@ class _Progress:
 
     def step(self, step: int, loss: float, acceptance: Acceptance | None) -> None:
         if acceptance is not None:
+            self._kept = step
             shown = "" if math.isnan(loss) else f", loss {loss:.3f}"
             shares = " ".join(f"{share:.0%}" for share in acceptance.by_position)
             self._say(f"step {step} of {self._steps}{shown}: accepted {shares}, {acceptance.length:.2f} a verification")
+
+    def stopped(self) -> None:
+        best = f"; with --steps {self._kept} it writes the best so far" if self._kept else ""
+        self._say(f"stopped: the same command goes on from here{best}")
 
     def _say(self, text: str) -> None:
         if not self._quiet:

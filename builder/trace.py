@@ -64,8 +64,8 @@ def trace(
 def trace_head(head: EagleHead) -> ir.Model:
     """Trace a head, in f32, at opset 23; its weights and those that it took from its target become initializers.
 
-    Inputs and caches as of `trace`, for one layer, and hidden_states `f32[T, H]`. Outputs: logits `f32[R, D]`, hidden
-    `f32[R, H]`.
+    Inputs and caches as of `trace`, for the head's layers, and hidden_states `f32[T, H]`. Outputs: logits `f32[R, D]`,
+    hidden `f32[R, H]`.
 
     Raises:
         BuildError: it cannot be traced.
@@ -83,7 +83,7 @@ def trace_head(head: EagleHead) -> ir.Model:
     weights = {name: value.detach().numpy() for name, value in head.state_dict().items()}
     weights["inv_freq"] = head.inv_freq.numpy()
     traced = capture_head(head)
-    check_attention_layers(traced, 1, type(head).__name__)
+    check_attention_layers(traced, head.config.num_layers, type(head).__name__)
     cleanup(traced)
     name_dimensions(traced)
     traced.graph.outputs[1].name = HIDDEN

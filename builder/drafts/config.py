@@ -22,8 +22,9 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     batch_requests: int = 32  # side by side
     held_out_every: int = 15  # odd: every other dialogue is greedy
     top: int = 8  # of the target's probabilities at each position are learnt
-    # The draft: the target's first layers, but for the last, which stays the last; and its most frequent tokens.
-    num_layers: int = 2
+    # The draft, over the target's most frequent tokens. Layers of a head (0: one); of a model (0: two): the target's
+    # first ones, but for the last, which stays the last.
+    num_layers: int = 0
     vocab_size: int = 8192
     # Training.
     steps: int = 600
@@ -39,6 +40,8 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     feature_weight: float = 0.3
 
     def __post_init__(self) -> None:
+        if not self.num_layers:
+            msgspec.structs.force_setattr(self, "num_layers", 2 if self.kind == "model" else 1)
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if name not in ("seed", "kind", "warmup", "feature_weight", "start_head") and not value > 0:

@@ -1,4 +1,4 @@
-"""An EAGLE-style head: one decoder layer over the target's last hidden states and the tokens that followed them.
+"""An EAGLE-style head: a decoder layer or few over the target's last hidden states and the tokens that followed them.
 
 Li et al. 2024, EAGLE (feature-level autoregression); Zhang et al. 2024, HASS, and Li et al. 2025, EAGLE-3 (training on
 the head's own outputs). The slot of position i holds the target's hidden state h_i and the token t_{i+1}; its output
@@ -10,7 +10,7 @@ Shapes: B sequences of T slots, hidden size H, D tokens that the head may draft,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ FROZEN = ("embed_tokens.weight", "lm_head.weight")
 
 
 class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a head: a Llama layer of the target's width, whatever the target's family is."""
+    """The shape of a head: Llama layers of the target's width, whatever the target's family is."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,13 +37,16 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_vocab_size: int  # V
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
+    num_layers: int = 1
 
     @classmethod
-    def of(cls, config: Any, vocab_size: int, target_vocab_size: int) -> HeadConfig:
+    def of(cls, config: Any, vocab_size: int, num_layers: int = 1) -> HeadConfig:
         """For a target with this transformers config. Raises `PlancastError` where it names no sizes."""
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         try:
-            hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+            hidden, heads, target_vocab_size = (
+                int(getattr(text, name)) for name in ("hidden_size", "num_attention_heads", "vocab_size")
+            )
         except AttributeError as error:
             raise PlancastError(
                 f"a head cannot be made for {config.model_type}: its config has no {error.name}"
@@ -56,32 +59,80 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
             head_size=int(getattr(text, "head_dim", 0) or hidden // heads),
             vocab_size=vocab_size,
             target_vocab_size=target_vocab_size,
+            num_layers=num_layers,
         )
+
+
+class HeadLayer(nn.Module):
+    """A Llama layer. `layer_idx`: its place, for the tracer."""
+
+    is_causal = True
+
+    def __init__(self, config: HeadConfig, layer_idx: int):
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        self.layer_idx, self._head_size = layer_idx, config.head_size
+        h, mid, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        heads, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.input_layernorm, self.post_attention_layernorm = LlamaRMSNorm(h, eps), LlamaRMSNorm(h, eps)
+        self.q_proj, self.o_proj = nn.Linear(h, heads, bias=False), nn.Linear(heads, h, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(h, kv, bias=False), nn.Linear(h, kv, bias=False)
+        self.gate_proj, self.up_proj = nn.Linear(h, mid, bias=False), nn.Linear(h, mid, bias=False)
+        self.down_proj = nn.Linear(mid, h, bias=False)
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        """The residual stream [B, T, H] after the layer."""
+        x = x + self.o_proj(self.attended(x, rope, attend))
+        return x + self.down_proj(self.gated(x))
+
+    def attended(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        """What `o_proj` reads [B, T, heads * head size]."""
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        normed = self.input_layernorm(x)
+        heads = (*normed.shape[:-1], -1, self._head_size)
+        q, k, v = (proj(normed).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        return attend(q, k, v).reshape(*normed.shape[:-1], -1)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """What `down_proj` reads [B, T, intermediate size]."""
+        normed = self.post_attention_layernorm(x)
+        return nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed)
+
+    def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take those of a transformers layer's weights that are like its own."""
+        own = self.state_dict()
+        with torch.no_grad():
+            for name, value in weights.items():
+                short = name.removeprefix("self_attn.").removeprefix("mlp.")
+                if short in own and own[short].shape == value.shape:
+                    own[short].copy_(value)
+
+    def let_through(self) -> None:
+        """Let the residual stream pass as it is, until training has it otherwise."""
+        with torch.no_grad():
+            self.o_proj.weight.zero_()
+            self.down_proj.weight.zero_()
 
 
 class EagleHead(nn.Module):
     """The head. Parameters of `FROZEN` come from the target (`adopt`)."""
 
     inv_freq: torch.Tensor
-    layer_idx = 0  # of its one attention, for the tracer
-    is_causal = True
+    layers: Sequence[HeadLayer]  # type: ignore[assignment]
 
     def __init__(self, config: HeadConfig):
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
         self.config = config
-        h, mid, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        kv = config.num_kv_heads * config.head_size
+        h, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.target_vocab_size, h)
         self.embed_norm, self.hidden_norm = LlamaRMSNorm(h, eps), LlamaRMSNorm(h, eps)
         self.fc = nn.Linear(2 * h, h, bias=False)
-        self.input_layernorm, self.post_attention_layernorm = LlamaRMSNorm(h, eps), LlamaRMSNorm(h, eps)
-        self.q_proj = nn.Linear(h, config.num_heads * config.head_size, bias=False)
-        self.k_proj, self.v_proj = nn.Linear(h, kv, bias=False), nn.Linear(h, kv, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_size, h, bias=False)
-        self.gate_proj, self.up_proj = nn.Linear(h, mid, bias=False), nn.Linear(h, mid, bias=False)
-        self.down_proj = nn.Linear(mid, h, bias=False)
+        self.layers = nn.ModuleList(HeadLayer(config, index) for index in range(config.num_layers))  # type: ignore[assignment]
         self.norm = LlamaRMSNorm(h, eps)
         self.lm_head = nn.Linear(h, config.vocab_size, bias=False)
         inv_freq = config.rope_theta ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
@@ -104,35 +155,28 @@ class EagleHead(nn.Module):
         return angles.cos(), angles.sin()
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        attends: Sequence[Attend],
     ) -> torch.Tensor:
-        """Outputs [B, T, H], normed for `lm_head`, of slots with tokens i64 [B, T] and hidden states [B, T, H]."""
+        """Outputs [B, T, H], normed for `lm_head`, of slots with tokens i64 [B, T] and hidden states [B, T, H].
+
+        `attends`: the attention of each layer.
+        """
         x = self.fc(self.slots(token_ids, hidden))
-        x = x + self.o_proj(self.attended(x, rope, attend))
-        return self.norm(x + self.down_proj(self.gated(x)))
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, rope, attend)
+        return self.norm(x)
 
     def slots(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What `fc` reads [B, T, 2 H]."""
         return torch.cat((self.embed_norm(self.embed_tokens(token_ids)), self.hidden_norm(hidden)), dim=-1)
 
-    def attended(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        """What `o_proj` reads [B, T, heads * head size]."""
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        normed = self.input_layernorm(x)
-        heads = (*normed.shape[:-1], -1, self.config.head_size)
-        q, k, v = (proj(normed).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, *rope)
-        return attend(q, k, v).reshape(*normed.shape[:-1], -1)
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """What `down_proj` reads [B, T, intermediate size]."""
-        normed = self.post_attention_layernorm(x)
-        return nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed)
-
 
 class UnrolledAttention:
-    """Attention of the s-th pass over a text, in which slot j has had s tokens of its draft before it (HASS's mask).
+    """A layer's attention of the s-th pass over a text, in which slot j has had s tokens of its draft before it (HASS).
 
     Slots up to j - s were computed from the target's hidden states in the first pass; the s after them from the head's
     own outputs, each in the pass of its place in the draft.
@@ -170,37 +214,33 @@ def unroll(head: EagleHead, token_ids: torch.Tensor, hidden: torch.Tensor, passe
 
     `token_ids` i64 [B, T] and `hidden` [B, T, H]: of every slot. The first `s` slots of pass `s` mean nothing.
     """
-    attend = UnrolledAttention()
+    attends = [UnrolledAttention() for _ in head.layers]
     rope = head.rope(torch.arange(token_ids.shape[1])[None])
     outputs: list[torch.Tensor] = []
     for _ in range(passes):
-        outputs.append(head(token_ids, hidden, rope, attend))
+        outputs.append(head(token_ids, hidden, rope, attends))
         hidden = torch.roll(outputs[-1], 1, 1)  # the slot before stands for this one's hidden state
     return outputs
 
 
-def make_head(target: Any, token_ids: list[int]) -> EagleHead:
+def make_head(target: Any, token_ids: list[int], num_layers: int = 1) -> EagleHead:
     """A head for the transformers model `target` that drafts the tokens `token_ids`, before any training.
 
-    Its layer is the target's last one, where that is one like its own, and what goes in is the hidden state alone.
+    Its layers are the target's last ones, where those are like its own, and what goes in is the hidden state alone.
     """
     embeddings: Any = target.get_input_embeddings()
     reading: Any = target.get_output_embeddings()
-    config = HeadConfig.of(target.config, len(token_ids), len(embeddings.weight))
+    config = HeadConfig.of(target.config, len(token_ids), num_layers)
     head = EagleHead(config)
     rows = reading.weight.detach()[torch.tensor(token_ids)]
     head.adopt(embeddings.weight.detach().float(), rows.float())
-    own = head.state_dict()
-    layers = getattr(getattr(target, "model", None), "layers", None)
+    base = getattr(target, "model", None)
+    for own, layer in zip(reversed(head.layers), reversed(getattr(base, "layers", None) or ()), strict=False):
+        own.begin(layer.state_dict())
     with torch.no_grad():
         head.fc.weight.zero_()
         head.fc.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
-        last = layers[-1].state_dict() if layers is not None else {}
-        for name, value in last.items():
-            short = name.removeprefix("self_attn.").removeprefix("mlp.")
-            if short in own and own[short].shape == value.shape:
-                own[short].copy_(value)
-        norm = getattr(getattr(target, "model", None), "norm", None)
+        norm = getattr(base, "norm", None)
         if norm is not None and getattr(norm, "weight", None) is not None:
             head.norm.weight.copy_(norm.weight)
     return head

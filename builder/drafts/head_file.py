@@ -17,7 +17,7 @@ from msgspec import Meta
 from runtime.errors import PlancastError
 
 if TYPE_CHECKING:
-    from builder.drafts.head import EagleHead
+    from builder.drafts.head import EagleHead, HeadConfig
     from zoo.checkpoint import Checkpoint
 
 HEADS = Path(__file__).resolve().parents[2] / "zoo" / "heads"  # those that ship
@@ -100,13 +100,9 @@ def load_head(folder: HeadFolder, checkpoint: Checkpoint, *, trust_remote_code: 
 
     Raises `PlancastError`: damaged, or made for a model of other sizes.
     """
-    from builder.drafts.head import EagleHead, HeadConfig
+    from builder.drafts.head import EagleHead
 
-    facts = folder.facts
-    try:
-        config = msgspec.convert(facts.shape, HeadConfig)
-    except msgspec.ValidationError as error:
-        raise PlancastError(f"{folder.path}: a damaged head ({error})") from None
+    facts, config = folder.facts, read_shape(folder)
     head = EagleHead(config)
     read_weights(head, folder)
     embeddings, reading = _target_tables(checkpoint, trust_remote_code=trust_remote_code)
@@ -129,18 +125,63 @@ def load_head(folder: HeadFolder, checkpoint: Checkpoint, *, trust_remote_code: 
     return head.eval()
 
 
+def read_shape(folder: HeadFolder) -> HeadConfig:
+    """Raises `PlancastError`: damaged."""
+    from builder.drafts.head import HeadConfig
+
+    try:
+        return msgspec.convert(folder.facts.shape, HeadConfig)
+    except msgspec.ValidationError as error:
+        raise PlancastError(f"{folder.path}: a damaged head ({error})") from None
+
+
+def check_start(folder: HeadFolder, wanted: HeadConfig) -> None:
+    """Raises `PlancastError` where a head of the shape `wanted` cannot begin as the head in `folder` (see
+    `read_weights`): it is damaged, or of another shape."""
+    import torch
+
+    from builder.drafts.head import EagleHead
+
+    config = read_shape(folder)
+    free = ("vocab_size", "num_layers")
+    apart = [
+        name for name in config.__struct_fields__ if name not in free and getattr(config, name) != getattr(wanted, name)
+    ]
+    if apart:
+        sizes = "; ".join(f"{name} is {getattr(config, name)}, not {getattr(wanted, name)}" for name in apart)
+        raise PlancastError(f"{folder.path}: made for {folder.facts.target}, of another shape: {sizes}")
+    if config.num_layers > wanted.num_layers:
+        raise PlancastError(
+            f"{folder.path}: has {config.num_layers} layers, and {wanted.num_layers} were asked for: give --layers "
+            f"{config.num_layers} or more"
+        )
+    with torch.device("meta"):  # shapes alone: a target's embedding is large
+        head = EagleHead(config)
+    read_weights(head, folder)
+
+
 def read_weights(head: EagleHead, folder: HeadFolder) -> None:
     """Give `head` the weights in `folder`; what it has of its target, its tokens among that, stays as it is.
+
+    Where it has more layers than are there, the further ones let pass what they get: it says what the head there says.
 
     Raises `PlancastError`: damaged, or of another shape.
     """
     from builder.drafts.head import FROZEN
 
+    further = list(head.layers)[read_shape(folder).num_layers :]
+    for layer in further:
+        layer.let_through()
     try:
-        missing = head.load_state_dict(_stored_weights(folder.path / WEIGHTS), strict=False).missing_keys
+        stored = _stored_weights(folder.path / WEIGHTS)
+        if "q_proj.weight" in stored:  # heads of one layer did not number it, at first
+            own = set(head.layers[0].state_dict())
+            stored = {f"layers.0.{name}" if name in own else name: value for name, value in stored.items()}
+        missing = head.load_state_dict(stored, strict=False, assign=True).missing_keys
     except (RuntimeError, ValueError, OSError) as error:
         raise PlancastError(f"{folder.path}: a damaged head, or one of another shape ({error})") from None
-    if absent := sorted(set(missing) - set(FROZEN)):
+    known = {*FROZEN, *(f"layers.{layer.layer_idx}.{name}" for layer in further for name in layer.state_dict())}
+    if absent := sorted(set(missing) - known):
         raise PlancastError(f"{folder.path}: a damaged head: {WEIGHTS} lacks {', '.join(absent)}")
 
 
@@ -157,8 +198,8 @@ def _stored_weights(path: Path) -> dict[str, Any]:
     for name, array in stored.items():
         if not name.endswith(_SCALE):
             scale = stored.get(name + _SCALE)
-            dense = array if scale is None else array.astype(np.float32) * scale[:, None]
-            weights[name] = torch.from_numpy(np.ascontiguousarray(dense))
+            dense = array.copy() if scale is None else array.astype(np.float32) * scale[:, None]
+            weights[name] = torch.from_numpy(dense)
     return weights
 
 

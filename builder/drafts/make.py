@@ -46,18 +46,19 @@ def train_draft(
 
     `work` holds the corpus and the checkpoints: a run that was stopped goes on from there.
 
-    Raises `PlancastError`: the artifact is missing or of another model, there is no such `start_head`, or the settings
-    do not fit each other.
+    Raises `PlancastError`: the artifact is missing or of another model, there is no such `start_head`, it is of another
+    shape, or the settings do not fit each other.
     """
     if not (artifact / "manifest.json").is_file():
         raise PlancastError(
             f"no artifact at {artifact}: the target writes the corpus, so build it first: plancast build"
         )
     from builder.drafts.corpus import read_corpus, write_corpus
-    from builder.drafts.head_file import find_head
 
     if config.start_head:
-        find_head(config.start_head)  # a name that is wrong is told before the corpus is written, not after
+        from builder.drafts.make_head import check_start_head
+
+        check_start_head(recipe, config)  # what is wrong is told before the corpus is written, not after
     write_corpus(artifact, work / "corpus", config, watcher.corpus, num_threads)
 
     _prepare_torch(config, num_threads)

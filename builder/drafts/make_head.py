@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from builder.recipe import Recipe
 
 
+def check_start_head(recipe: Recipe, config: DraftTraining) -> None:
+    """Raises `PlancastError` where a head for the recipe's model cannot go on from `config.start_head`."""
+    import zoo
+    from builder.drafts.head import HeadConfig
+    from builder.drafts.head_file import check_start, find_head
+    from builder.tracing.config import load_config
+
+    found = find_head(config.start_head)
+    checkpoint = zoo.resolve(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    model = load_config(checkpoint, trust_remote_code=recipe.trust_remote_code)
+    check_start(found, HeadConfig.of(model, config.vocab_size, config.num_layers))
+
+
 def train_head(
     recipe: Recipe, artifact: Path, work: Path, out: Path, config: DraftTraining, watcher: Watcher
 ) -> TrainedDraft:
@@ -42,7 +55,7 @@ def train_head(
     dialogues = [dialogue for dialogue, _ in examples]
     answers = [dialogue.token_ids[dialogue.first :] for dialogue in dialogues]
     token_ids = choose_tokens(answers, info.eos_token_ids, config.vocab_size, info.vocab_size)
-    head = make_head(target, token_ids)
+    head = make_head(target, token_ids, config.num_layers)
     if config.start_head:
         read_weights(head, find_head(config.start_head))
     del target
@@ -68,10 +81,12 @@ def _card(
     recipe: Recipe, licence: str | None, config: DraftTraining, acceptance: Acceptance, num_parameters: int
 ) -> str:
     shares = ", ".join(f"{share:.1%}" for share in acceptance.by_position)
+    layers = "one decoder layer" if config.num_layers == 1 else f"{config.num_layers} decoder layers"
     options = {
         "seed": config.seed,
         "tokens": config.corpus_tokens,
         "steps": config.steps,
+        "layers": config.num_layers,
         "vocab-size": config.vocab_size,
         "max-answer": config.max_answer,
         "batch-requests": config.batch_requests,
@@ -87,7 +102,7 @@ def _card(
         [
             f"# A head for {recipe.model}",
             "",
-            f"{num_parameters:,} parameters in int8: one decoder layer over the model's last hidden states and the "
+            f"{num_parameters:,} parameters in int8: {layers} over the model's last hidden states and the "
             f"tokens that followed them (EAGLE), which drafts the model's {config.vocab_size} most frequent tokens. "
             "Embedding and reading head are the model's own. `plancast draft train` trained it on what the model "
             "itself wrote, with no data set.",

@@ -18,6 +18,7 @@ from torch import nn
 from builder.drafts.config import DraftTraining
 from builder.drafts.head import EagleHead, UnrolledAttention, unroll
 from builder.drafts.precision import half_where_fast, training_dtype
+from builder.drafts.repetition import repeated
 from builder.drafts.train import Acceptance, count_hits
 from builder.drafts.writer import Dialogue
 
@@ -138,14 +139,15 @@ class HeadTraining:
     @torch.no_grad()
     def fit_start(self, examples: Sequence[Example]) -> None:
         """Let the head begin where ridge regressions bring it, one matrix after the other: each foretells what those
-        before it leave of the next hidden state. What the layer's matrices read is the target's last layer's as it is.
+        before it leave of the next hidden state. What the layers' matrices read is the target's last layers' as it is.
 
         That takes a minute, and comes to where hundreds of steps from elsewhere come to.
         """
         head = self._head
-        for matrix in (head.fc, head.o_proj, head.down_proj):
+        matrices = [head.fc, *(matrix for layer in head.layers for matrix in (layer.o_proj, layer.down_proj))]
+        for matrix in matrices:
             matrix.weight.zero_()
-        for matrix in (head.fc, head.o_proj, head.down_proj):
+        for matrix in matrices:
             products, targets = (
                 torch.zeros(matrix.in_features, columns, dtype=torch.float64)
                 for columns in (matrix.in_features, matrix.out_features)
@@ -172,11 +174,16 @@ class HeadTraining:
         if matrix is head.fc:
             return slots, torch.zeros_like(x)
         rope = head.rope(torch.arange(batch.tokens.shape[1])[None])
-        attended = head.attended(x, rope, UnrolledAttention())
-        if matrix is head.o_proj:
-            return attended, x
-        x = x + head.o_proj(attended)
-        return head.gated(x), x
+        for layer in head.layers:
+            attended = layer.attended(x, rope, UnrolledAttention())
+            if matrix is layer.o_proj:
+                return attended, x
+            x = x + layer.o_proj(attended)
+            gated = layer.gated(x)
+            if matrix is layer.down_proj:
+                return gated, x
+            x = x + layer.down_proj(gated)
+        raise AssertionError("not a matrix of the head")
 
     def _batch(self, examples: Sequence[Example]) -> _Batch:
         lengths = [self.length(example) for example in examples]
@@ -201,13 +208,3 @@ class HeadTraining:
             torch.from_numpy(counts),
             lengths,
         )
-
-
-def repeated(token_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """bool [T]: whether a token of i32 [T] ends four that stood in the text before."""
-    ids = token_ids.tolist()
-    found, seen = np.zeros(len(ids), bool), set()
-    for place, four in enumerate(zip(ids, ids[1:], ids[2:], ids[3:], strict=False), 3):
-        found[place] = four in seen
-        seen.add(four)
-    return found

@@ -3,8 +3,10 @@
 A dialogue whose question is complete goes on with its answer, and one whose answer is complete makes room for the next
 question, so no row waits for the longest of its batch. The number of a dialogue and the seed decide its text.
 
-Left to itself a target asks for few kinds of things. So every other question begins with an opening (`openings.txt`:
-the first words that questions have), and every fourth dialogue goes on with a second question about the first answer.
+Left to itself a target asks for few kinds of things, and for things that there are not. So three dialogues of four
+begin with an everyday question (`builder.drafts.questions`), every eighth with an opening that the target completes
+(`openings.txt`: the first words that questions have), and every fourth goes on with a second question about the first
+answer. An answer that has come to go round in circles ends there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from builder.drafts.config import DraftTraining
+from builder.drafts.questions import everyday_questions
+from builder.drafts.repetition import goes_round
 from runtime.artifact import Artifact
 from runtime.chat_template import ChatTemplate
 from runtime.config import EngineConfig
@@ -37,7 +41,8 @@ if TYPE_CHECKING:
 
 _MARK = "\u2063plancast\u2063"
 _QUESTION, _ANSWER = "question-", "answer-"
-_OPENED_EVERY, _GOES_ON_EVERY = 2, 4  # dialogues
+_OWN_EVERY, _GOES_ON_EVERY = 4, 4  # dialogues
+_LOOKED_AT_EVERY = 16  # tokens of an answer
 
 
 @dataclass(slots=True)
@@ -107,6 +112,7 @@ class DialogueWriter:
             speculation=SpeculationConfig(method=("eagle",) if self._reader is not None else ()),
         )
         self._most_tokens = limits.max_context_len
+        self._questions = everyday_questions(config.seed)
         self._openings = resources.files("builder.drafts").joinpath("openings.txt").read_text().splitlines()
         self._core = EngineCore(self._executor, limits, draft_engine=self._reader)
         self._writing: dict[int, _Writing] = {}
@@ -142,7 +148,11 @@ class DialogueWriter:
 
     def _ask(self, number: int, turns: list[dict[str, str]]) -> None:
         opening = ""
-        if not turns and number % _OPENED_EVERY:
+        if not turns and number % _OWN_EVERY:
+            question = self._questions[(number - 1 - number // _OWN_EVERY) % len(self._questions)]
+            self._answer(number, [{"role": "user", "content": question}])
+            return
+        if not turns and number % (2 * _OWN_EVERY):
             opening = str(np.random.default_rng((self._config.seed, number)).choice(self._openings))
         self._request(
             number,
@@ -189,7 +199,9 @@ class DialogueWriter:
             writing.token_ids += part.new_token_ids
             writing.logprobs += part.logprobs or []
         if not delta.finished:
-            return number, None
+            if kind + "-" == _QUESTION or not self._in_circles(writing):
+                return number, None
+            self._core.abort([delta.request_id])
         del self._writing[number]
         text = self._tokenizer.decode(writing.token_ids, skip_special_tokens=True)
         if kind + "-" == _QUESTION:
@@ -202,6 +214,11 @@ class DialogueWriter:
         if self._goes_on(number, turns):
             self._ask(number, turns)
         return number, answer
+
+    def _in_circles(self, writing: _Writing) -> bool:
+        if len(writing.token_ids) % _LOOKED_AT_EVERY:
+            return False
+        return goes_round(np.array([*writing.prompt, *writing.token_ids], np.int32))
 
     def _goes_on(self, number: int, turns: list[dict[str, str]]) -> bool:
         """Whether a dialogue gets a second question: now and then, where there is a template and room for both."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import warnings
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-    from builder.drafts.head import EagleHead
+    from builder.drafts.head import EagleHead, HeadLayer
     from builder.recipe import Task
 
 
@@ -132,9 +133,11 @@ def _flat_head(head: EagleHead) -> torch.nn.Module:
     """`head` over flat slots, attending through our operator."""
     import torch
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: HeadLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scaling = head.config.head_size**-0.5
-        return attention.attention(head, q, k, v, attention.MaskTag(0), scaling=scaling)[0]
+        return attention.attention(layer, q, k, v, attention.MaskTag(0), scaling=scaling)[0]
+
+    attends = [functools.partial(attend, layer) for layer in head.layers]
 
     class FlatHead(torch.nn.Module):
         def __init__(self) -> None:
@@ -148,7 +151,7 @@ def _flat_head(head: EagleHead) -> torch.nn.Module:
             logits_rows: torch.Tensor,
             hidden_states: torch.Tensor,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            outputs = self.model(input_ids[None], hidden_states[None], head.rope(position_ids[None]), attend)
+            outputs = self.model(input_ids[None], hidden_states[None], head.rope(position_ids[None]), attends)
             picked = outputs[:, logits_rows, :][0]
             return head.lm_head(picked), picked
 

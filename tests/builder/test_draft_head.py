@@ -90,7 +90,53 @@ def test_greedy_text_is_the_same_with_a_head() -> None:
     assert stats.spec_decode_num_draft_tokens > 0
 
 
-def test_the_engine_computes_what_the_trained_head_does() -> None:
+def test_fewer_steps_than_there_were_write_the_best_so_far(tmp_path: Path) -> None:
+    import msgspec
+
+    from builder.drafts.make import train_draft
+
+    folder, _ = trained()
+    workshop, watcher = tiny_workshop(), Watcher()
+    config = msgspec.structs.replace(CONFIG, steps=8)
+    with plancast_home(workshop / "home"):
+        train_draft(
+            tiny_recipe(workshop / "model"),
+            workshop / "artifact",
+            folder / "work",
+            tmp_path / "head",
+            config,
+            watcher,
+            1,
+        )
+    assert watcher.steps == []
+    weights = [(path / "head.safetensors").read_bytes() for path in (folder / "head", tmp_path / "head")]
+    assert weights[0] == weights[1]
+
+
+@functools.cache
+def of_two_layers() -> Path:
+    """A folder with `head`, which is random, and `artifact` built with it."""
+    import msgspec
+    import torch
+
+    from builder.build import build
+    from builder.drafts.head import EagleHead
+    from builder.drafts.head_file import find_head, read_shape, save_head
+
+    one_layer = find_head(str(trained()[0] / "head"))
+    shape = msgspec.structs.replace(read_shape(one_layer), num_layers=2)
+    workshop = tiny_workshop()
+    folder = workshop / "with-two-layers"
+    torch.manual_seed(0)
+    facts = msgspec.structs.replace(one_layer.facts, shape=msgspec.structs.asdict(shape))
+    save_head(EagleHead(shape), facts, folder / "head", "")
+    with plancast_home(workshop / "home"):
+        build(tiny_recipe(workshop / "model", draft_head=str(folder / "head")), folder / "artifact")
+    return folder
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_engine_computes_what_the_head_does(num_layers: int) -> None:
     """Slots fed in chunks and a draft on top, against the torch module over the whole text."""
     import torch
 
@@ -101,19 +147,21 @@ def test_the_engine_computes_what_the_trained_head_does() -> None:
     from runtime.executors import open_executor
     from zoo import open_folder
 
-    folder, _ = trained()
+    folder = trained()[0] if num_layers == 1 else of_two_layers()
     head = load_head(find_head(str(folder / "head")), open_folder(tiny_workshop() / "model", name="tiny"))
     rng = np.random.default_rng(0)
     length, width = 40, head.config.hidden_size
     ids, states = rng.integers(0, 300, length), rng.standard_normal((length, width)).astype(np.float32)
     with torch.no_grad():
         rope = head.rope(torch.arange(length)[None])
-        outputs = head(torch.from_numpy(ids)[None], torch.from_numpy(states)[None], rope, UnrolledAttention())[0]
+        attends = [UnrolledAttention() for _ in head.layers]
+        outputs = head(torch.from_numpy(ids)[None], torch.from_numpy(states)[None], rope, attends)[0]
         wanted = head.lm_head(outputs)
     view = Artifact.open(folder / "artifact").draft_head()
     assert view is not None
     executor = open_executor(view, num_threads=1)
     executor.allocate(4)
+    assert len(executor.kv_layout.layers) == num_layers
     got, hidden = [], []
     for start, end in ((0, 33), (33, 39), (39, 40)):
         count = end - start
@@ -178,10 +226,8 @@ def test_eagle_without_a_head_says_how_to_get_one() -> None:
 
 
 def test_shipped_heads_are_whole_and_small() -> None:
-    import msgspec
-
-    from builder.drafts.head import FROZEN, EagleHead, HeadConfig
-    from builder.drafts.head_file import HEADS, WEIGHTS, _stored_weights, find_head
+    from builder.drafts.head import EagleHead
+    from builder.drafts.head_file import HEADS, find_head, read_shape, read_weights
 
     folders = [path.parent for path in HEADS.glob("*/head.json")]
     assert folders, "a head ships"
@@ -189,9 +235,8 @@ def test_shipped_heads_are_whole_and_small() -> None:
         found = find_head(folder.name)
         assert found.path == folder
         assert sum(path.stat().st_size for path in folder.iterdir()) < 8 << 20
-        head = EagleHead(msgspec.convert(found.facts.shape, HeadConfig))
-        missing = head.load_state_dict(_stored_weights(folder / WEIGHTS), strict=False).missing_keys
-        assert set(missing) == set(FROZEN)
+        head = EagleHead(read_shape(found))
+        read_weights(head, found)
         assert len(found.facts.target_ids) == head.config.vocab_size
         card = (folder / "README.md").read_text()
         assert "plancast draft train" in card
@@ -199,7 +244,72 @@ def test_shipped_heads_are_whole_and_small() -> None:
 
 
 def test_training_goes_on_from_a_head(tmp_path: Path) -> None:
-    """With steps of no length the weights are the old head's, read off other tokens; one of other sizes is refused."""
+    """With steps of no length the weights are the old head's, read off other tokens."""
+    import msgspec
+    from safetensors.numpy import load_file
+
+    from builder.drafts.make import train_draft
+
+    folder, _ = trained()
+    workshop = tiny_workshop()
+    recipe = tiny_recipe(workshop / "model")
+    for num_layers, out in ((1, tmp_path / "head"), (2, tmp_path / "two")):
+        config = msgspec.structs.replace(
+            CONFIG,
+            seed=1,
+            steps=1,
+            vocab_size=480,
+            learning_rate=1e-12,
+            num_layers=num_layers,
+            start_head=str(folder / "head"),
+        )
+        with plancast_home(workshop / "home"):
+            train_draft(recipe, workshop / "artifact", tmp_path / f"work-{num_layers}", out, config, Watcher(), 1)
+        old, new = (load_file(path / "head.safetensors") for path in (folder / "head", out))
+        further = {name for name in new if name.startswith("layers.1.")}
+        assert old.keys() == new.keys() - further
+        assert len({name.removesuffix(".scale") for name in further}) == (9 if num_layers == 2 else 0)
+        for name in old:
+            np.testing.assert_allclose(new[name], old[name], rtol=1e-6, atol=1e-9)
+    assert len({path.stat().st_mode for path in (tmp_path / "head").iterdir()}) == 1
+    card = (tmp_path / "two" / "README.md").read_text()
+    assert f"--start-head {folder / 'head'}" in card
+    assert "--layers 2" in card
+    assert "2 decoder layers" in card
+    with pytest.raises(PlancastError, match="--kind head"):
+        DraftTraining(kind="model", start_head="x")
+
+
+def test_further_layers_say_what_the_head_before_them_says(tmp_path: Path) -> None:
+    """A deeper head begins exactly where the one that it starts from is, one of before layers were numbered, too."""
+    import msgspec
+    import torch
+    from safetensors.numpy import load_file, save_file
+
+    from builder.drafts.head import EagleHead, unroll
+    from builder.drafts.head_file import find_head, read_shape, read_weights
+
+    found = find_head(str(trained()[0] / "head"))
+    shutil.copytree(found.path, tmp_path / "old")
+    flat = {name.removeprefix("layers.0."): value for name, value in load_file(found.path / "head.safetensors").items()}
+    save_file(flat, tmp_path / "old" / "head.safetensors")
+    facts = json.loads((tmp_path / "old" / "head.json").read_text())
+    del facts["shape"]["num_layers"]
+    (tmp_path / "old" / "head.json").write_text(json.dumps(facts))
+    shape, said = read_shape(found), []
+    tables = [torch.randn(rows, shape.hidden_size) for rows in (shape.target_vocab_size, shape.vocab_size)]
+    ids, states = torch.randint(0, shape.target_vocab_size, (2, 20)), torch.randn(2, 20, shape.hidden_size)
+    for source, num_layers in ((found, 1), (found, 2), (find_head(str(tmp_path / "old")), 3)):
+        head = EagleHead(msgspec.structs.replace(shape, num_layers=num_layers))
+        head.adopt(*tables)
+        read_weights(head, source)
+        with torch.no_grad():
+            said.append(torch.stack(unroll(head, ids, states, 3)))
+    assert torch.equal(said[0], said[1])
+    assert torch.equal(said[0], said[2])
+
+
+def test_a_start_that_cannot_be_is_told_before_the_corpus_is_written(tmp_path: Path) -> None:
     import msgspec
     from safetensors.numpy import load_file, save_file
 
@@ -207,40 +317,37 @@ def test_training_goes_on_from_a_head(tmp_path: Path) -> None:
 
     folder, _ = trained()
     workshop = tiny_workshop()
-    recipe = tiny_recipe(workshop / "model")
-    odd = tmp_path / "odd"
-    shutil.copytree(folder / "head", odd)
-    weights = load_file(odd / "head.safetensors")
+    for name in ("odd", "wide"):
+        shutil.copytree(folder / "head", tmp_path / name)
+    weights = load_file(tmp_path / "odd" / "head.safetensors")
     weights["norm.weight"] = weights["norm.weight"][1:]
-    save_file(weights, odd / "head.safetensors")
-
-    def train(start: Path, out: Path) -> None:
-        config = msgspec.structs.replace(
-            CONFIG, seed=1, steps=1, vocab_size=480, learning_rate=1e-12, start_head=str(start)
-        )
-        with plancast_home(workshop / "home"):
-            train_draft(recipe, workshop / "artifact", tmp_path / "work", out, config, Watcher(), 1)
-
-    train(folder / "head", tmp_path / "head")
-    old, new = (load_file(path / "head.safetensors") for path in (folder / "head", tmp_path / "head"))
-    assert old.keys() == new.keys()
-    for name in old:
-        np.testing.assert_allclose(new[name], old[name], rtol=1e-6, atol=1e-9)
-    assert len({path.stat().st_mode for path in (tmp_path / "head").iterdir()}) == 1
-    assert f"--start-head {folder / 'head'}" in (tmp_path / "head" / "README.md").read_text()
-    with pytest.raises(PlancastError, match=r"odd.*of another shape"):
-        train(odd, tmp_path / "none")
-    shutil.rmtree(tmp_path / "work")
-    with pytest.raises(PlancastError, match=r"no head '.*nothing'"):
-        train(tmp_path / "nothing", tmp_path / "none")
+    save_file(weights, tmp_path / "odd" / "head.safetensors")
+    facts = json.loads((tmp_path / "wide" / "head.json").read_text())
+    facts["shape"] |= {"intermediate_size": 7, "num_heads": 3}
+    (tmp_path / "wide" / "head.json").write_text(json.dumps(facts))
+    for start, told in (
+        (tmp_path / "odd", "odd.*of another shape"),
+        (tmp_path / "wide", r"wide: made for .*intermediate_size is 7, not \d+; num_heads is 3, not \d+"),
+        (of_two_layers() / "head", "has 2 layers, and 1 were asked for: give --layers 2 or more"),
+        (tmp_path / "nothing", "no head '.*nothing'"),
+    ):
+        config = msgspec.structs.replace(CONFIG, start_head=str(start))
+        with plancast_home(workshop / "home"), pytest.raises(PlancastError, match=told):
+            train_draft(
+                tiny_recipe(workshop / "model"),
+                workshop / "artifact",
+                tmp_path / "work",
+                tmp_path / "none",
+                config,
+                Watcher(),
+                1,
+            )
     assert not (tmp_path / "none").exists()
-    assert not (tmp_path / "work").exists(), "no corpus is written for a head that there is not"
-    with pytest.raises(PlancastError, match="--kind head"):
-        DraftTraining(kind="model", start_head="x")
+    assert not (tmp_path / "work").exists()
 
 
 def test_what_a_lookup_would_draft_counts_less() -> None:
-    from builder.drafts.train_head import repeated
+    from builder.drafts.repetition import goes_round, repeated
 
     text = np.array([1, 2, 3, 4, 1, 2, 3, 4, 1, 9, 2, 3, 4, 1, 2, 3], np.int32)
     seen = [tuple(text[at : at + 4]) for at in range(len(text))]
@@ -248,3 +355,6 @@ def test_what_a_lookup_would_draft_counts_less() -> None:
     assert repeated(text).tolist() == wanted
     assert sum(wanted) == 5
     assert not repeated(text[:3]).any()
+    assert goes_round(np.tile(text, 16))
+    assert not goes_round(np.append(np.tile(text, 16), np.arange(10, 80)).astype(np.int32))
+    assert not goes_round(np.tile(text, 4))

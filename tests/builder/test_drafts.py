@@ -163,15 +163,16 @@ def test_bad_settings_are_refused() -> None:
 
 
 def test_dialogues_are_of_many_kinds() -> None:
-    """Every other question begins with an opening, every fourth dialogue has a second answer that stands after the
-    first, and the number of a dialogue decides what is in it, whatever is written beside it."""
+    """Three of four begin with an everyday question, one of eight with an opening, every fourth has a second answer
+    that stands after the first, and the number of a dialogue decides what is in it, whatever is written beside it."""
+    from builder.drafts.questions import everyday_questions
     from builder.drafts.writer import DialogueWriter
 
     workshop = tiny_workshop()
     config = msgspec.structs.replace(CONFIG, kind="head", batch_requests=4, max_question=8, max_answer=12)
     with DialogueWriter(workshop / "artifact", config, 1) as writer:
         batches = [batch for batch, _ in zip(writer.write(0), range(2), strict=False)]
-        opened = [writer._tokenizer.decode(d.token_ids.tolist()) for batch in batches for d in batch]
+        prompts = [writer._tokenizer.decode(d.token_ids[: d.first].tolist()) for batch in batches for d in batch]
         openings = tuple(writer._openings)
     with DialogueWriter(workshop / "artifact", config, 1) as writer:
         again = next(writer.write(4))
@@ -179,5 +180,25 @@ def test_dialogues_are_of_many_kinds() -> None:
     first, second = batches[0][3:]
     assert second.token_ids[: first.first].tolist() == first.token_ids[: first.first].tolist()
     assert second.first > len(first.token_ids)
-    assert sum(any(opening in text for opening in openings) for text in opened) >= 4
+    questions = everyday_questions(config.seed)
+    assert len(set(questions)) == len(questions) > 2000
+    asked = [question for prompt in prompts for question in questions[:6] if question in prompt]
+    assert asked == [*questions[:3], questions[2], *questions[3:6], questions[5]]
+    assert any(opening in prompts[5] for opening in openings)
     assert [d.token_ids.tolist() for d in again] == [d.token_ids.tolist() for d in batches[1]]
+
+
+def test_an_answer_that_goes_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written of it stays, and the engine goes on with the next one."""
+    from builder.drafts import writer as writing
+
+    workshop = tiny_workshop()
+    monkeypatch.setattr(writing, "goes_round", lambda ids: len(ids) > 100)
+    config = msgspec.structs.replace(CONFIG, kind="model", batch_requests=4, max_question=8, max_answer=96)
+    with writing.DialogueWriter(workshop / "artifact", config, 1) as writer:
+        dialogues = [d for batch, _ in zip(writer.write(0), range(2), strict=False) for d in batch]
+    lengths = [len(d.token_ids) - d.first for d in dialogues]
+    assert len(dialogues) >= 8
+    assert all(len(d.token_ids) < max(d.first, 100) + 17 for d in dialogues)
+    assert sum(length % 16 == 0 for length in lengths) > 5
+    assert all(len(d.top_ids) == length for d, length in zip(dialogues, lengths, strict=True))
