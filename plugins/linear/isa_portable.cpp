@@ -15,6 +15,7 @@ namespace portable {
 
 struct V {
     static constexpr size_t kLanes = 8;
+    static constexpr bool kRoundsBlocks = false;
     struct Int {
         uint32_t lane[kLanes];  // unsigned: sums wrap
     };
