@@ -10,6 +10,7 @@ namespace plancast::attention {
 namespace {
 #include "paged_attention/simd_avx2.hpp"
 #include "paged_attention/cells.inc"
+#include "paged_attention/ahead.inc"
 constexpr bool kBf16Dots = false;
 #include "paged_attention/tiles.inc"
 #include "paged_attention/tiles_avx2.inc"

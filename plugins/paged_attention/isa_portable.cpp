@@ -9,6 +9,7 @@ namespace plancast::attention {
 namespace {
 #include "paged_attention/simd_portable.hpp"
 #include "paged_attention/cells.inc"
+#include "paged_attention/ahead.inc"
 constexpr bool kBf16Dots = false;
 #include "paged_attention/tiles.inc"
 #include "paged_attention/softmax.inc"
