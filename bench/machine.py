@@ -86,8 +86,8 @@ def measure_limits(native: Path | None, threads: int = 1, rounds: int = 5) -> Li
 
 
 def _peak(calls, kind: int, threads: int, rounds: int) -> float | None:
-    count = 12 * 500_000
-    width = calls.plancast_peak(kind, 12, threads)
+    count = 16 * 16 * 24_000  # a multiple of the chains of dot products in each of a thread's tasks
+    width = calls.plancast_peak(kind, 1, threads)
     if not width:
         return None
     return (
