@@ -20,6 +20,7 @@ from builder.drafts.build_head import build_head
 from builder.embedding_parity import check_embedding_quality, measure_embedding
 from builder.estimate import Estimate, ModelSize, estimate, require, require_disk, same_disk
 from builder.layer_graph import GRAPH_NAME
+from builder.machine_choices import for_this_machine
 from builder.model_card import model_card
 from builder.model_info import model_info, num_parameters
 from builder.parity import check_quality, measure
@@ -103,6 +104,7 @@ def plan_build(recipe: Recipe, out: str | Path | None = None, *, force: bool = F
     """
     from zoo.models import parse_model, recorded
 
+    recipe = for_this_machine(recipe)
     target = Path(out) if out is not None else default_out(recipe)
     _check_target(target, recipe, force=force)
     wanted = parse_model(recipe.model)
@@ -130,6 +132,7 @@ def run_build(
     recipe: Recipe, out: str | Path | None = None, *, force: bool = False, progress: BuildProgress | None = None
 ) -> BuildResult:
     """As `build`; returns what came of it."""
+    recipe = for_this_machine(recipe)
     target = Path(out) if out is not None else default_out(recipe)
     progress = progress or BuildProgress()
     cache = _cache()

@@ -45,8 +45,9 @@ class BackendConfig(_Section, frozen=True):
     name: BackendName = "openvino"
     device: Literal["CPU", "CUDA"] = "CPU"
     compute: ComputeDtype = "f32"
-    # Tokens' activations quantized to int8 in groups of so many channels (our kernels': 32); 0: not, or to 12-15 bits.
-    dynamic_quantization_group_size: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    # Tokens' activations quantized to int8 in groups of so many channels (our kernels': 32); 0: not, or to 12-15 bits;
+    # None: as `builder.machine_choices` says.
+    dynamic_quantization_group_size: Annotated[int, Meta(ge=0, le=2**20)] | None = None
     # What multiplies by int8 weights: our C++ kernels, where they are built, or OpenVINO's own.
     linear: Literal["native", "openvino"] = "native"
     # What attends over the KV cache, in the same way.

@@ -130,7 +130,7 @@ def _openvino(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             ("kv", "block_size"), f"{kv.block_size} is impossible on openvino; allowed: {_OPENVINO_BLOCK_SIZE}"
         )
-    group = recipe.backend.dynamic_quantization_group_size
+    group = recipe.backend.dynamic_quantization_group_size or 0
     if group % 32:
         yield Problem(("backend", "dynamic_quantization_group_size"), f"{group} is not allowed; 0, or a multiple of 32")
     elif group and recipe.weights.dtype not in ("int8", "int4", "checkpoint"):
@@ -219,11 +219,11 @@ def _methods(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             ("weights", "mixed"), f"mixes int4 and int8, and weights.dtype is {weights.dtype}; set it to int4"
         )
-    if weights.smooth is not None and weights.dtype == "int8" and not recipe.backend.dynamic_quantization_group_size:
+    if weights.smooth is not None and weights.dtype == "int8" and recipe.backend.dynamic_quantization_group_size == 0:
         yield Problem(
             ("weights", "smooth"),
             "eases the quantization of activations, which backend.dynamic_quantization_group_size 0 turns off; "
-            "set that to 32 or more, or remove smooth",
+            "set that to 32 or more, or to null, or remove smooth",
         )
 
 

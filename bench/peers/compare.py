@@ -51,6 +51,7 @@ def compare(
     a later run needs. Raises `PeerError` where a peer that was asked for cannot be installed or run.
     """
     from builder.build import build
+    from builder.machine_choices import for_this_machine
     from builder.progress import make_progress
     from builder.recipe import load_recipe, recipe_hash
     from runtime.tokenizer import Tokenizer
@@ -61,7 +62,7 @@ def compare(
         if name not in PEERS:
             raise PeerError(f"no peer is called {name!r}; there are: {', '.join(PEERS)}")
     threads = threads or len(os.sched_getaffinity(0))
-    recipe = load_recipe(recipe_name, list(overrides))
+    recipe = for_this_machine(load_recipe(recipe_name, list(overrides)))
     # An engine of a changed recipe must not take the place of the one that the recipe's name stands for.
     own = Path("artifacts") / recipe.name
     out = peers_folder() / "artifacts" / f"{slug(recipe.name)}-{recipe_hash(recipe)[:12]}" if overrides else own

@@ -23,6 +23,7 @@ from runtime.manifest import MANIFEST_NAME
 
 REFERENCE = "f32"
 _EXACT = ("weights=f32",)
+_FINE = ("backend.dynamic_quantization_group_size=0",)  # activations of 12 to 15 bits
 VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: (*_EXACT, "kv=f32"),
     "kv-f16": (*_EXACT, "kv=f16"),
@@ -34,8 +35,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "kv-int4": (*_EXACT, "kv=int4"),
     "kv-int8-int4": (*_EXACT, "kv.key=int8", "kv.value=int4"),
     "bf16": ("weights=bf16",),
-    "int8": ("weights=int8",),
-    "int8-g32": ("weights=int8", "weights.group_size=32"),
+    "int8": ("weights=int8", *_FINE),
+    "int8-g32": ("weights=int8", "weights.group_size=32", *_FINE),
     "int8-g32-a8": ("weights=int8", "weights.group_size=32", "backend.dynamic_quantization_group_size=32"),
     "fp8": ("weights=fp8",),
     "checkpoint": ("weights=checkpoint",),

@@ -161,7 +161,7 @@ def engine_properties(recipe: Recipe, *, own_attention: bool = False) -> dict[st
         "VALUE_CACHE_QUANT_MODE": "BY_TOKEN",
         "KEY_CACHE_GROUP_SIZE": "0",
         "VALUE_CACHE_GROUP_SIZE": "0",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(recipe.backend.dynamic_quantization_group_size),
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(recipe.backend.dynamic_quantization_group_size or 0),
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": "1",
         # Pinned threads fight with whatever else runs on the machine.

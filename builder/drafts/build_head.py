@@ -42,6 +42,8 @@ def build_head(recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: P
         "draft_head": None,
         "speculation": {},
         "weights": {"dtype": "int8"},
+        # Its few rows wait for memory whatever they are rounded to.
+        "backend": value["backend"] | {"dynamic_quantization_group_size": 0},
         "kv": value["kv"] | {"skip_layers": []},
     }
     own = recipe_from_dict(value)

@@ -199,7 +199,11 @@ def test_no_recipe_at_all(tmp_path: Path, content: bytes, words: str) -> None:
         ("weights: {dtype: fp8, method: gptq}", "weights.method", "fp8 has no even grid"),
         ("weights: {dtype: int8, mixed: {max_bits: 5}}", "weights.mixed", "weights.dtype is int8; set it to int4"),
         ("weights: {dtype: int4, mixed: {max_bits: 5, max_kl: 1}}", "weights.mixed", "give one of them"),
-        ("weights: {dtype: int8, smooth: 0.5}", "weights.smooth", "dynamic_quantization_group_size 0 turns off"),
+        (
+            "weights: {dtype: int8, smooth: 0.5}\nbackend: {dynamic_quantization_group_size: 0}",
+            "weights.smooth",
+            "dynamic_quantization_group_size 0 turns off",
+        ),
         ("weights: {dtype: int4, overrides: [{match: a}]}", "weights.overrides.0", "overrides nothing"),
         ("weights: {dtype: checkpoint, overrides: [{match: a, dtype: int8}]}", "weights.overrides.0", "as they are"),
         ("weights: {overrides: [{match: a, group_size: 32}]}", "weights.overrides.0", "no effect on f32"),

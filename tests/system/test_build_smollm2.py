@@ -30,7 +30,8 @@ def test_the_exact_engine_is_the_original(smollm2_f32_artifact: Path) -> None:
 
 def test_case_24_the_small_engine_is_near_the_original(smollm2_artifact: Path) -> None:
     manifest = Artifact.open(smollm2_artifact, verify="full").manifest
-    assert manifest.weights_bytes["int8"] > 0.9 * sum(manifest.weights_bytes.values())
+    # Scales in groups of 32 are most of the rest.
+    assert manifest.weights_bytes["int8"] > 0.85 * sum(manifest.weights_bytes.values())
     parity = manifest.parity
     assert parity is not None
     assert parity.mean_kl < 0.02
