@@ -181,9 +181,9 @@ def speculation(
             rounds=rounds,
             threads=threads or len(os.sched_getaffinity(0)),
             quiet=False,
+            on_report=lambda report: write_json(report, json_file),
         )
         against.print_report(compared)
-        write_json(compared, json_file)
         return
     from bench.report import status, write_json
     from bench.speculation_bench import bench_speculation, default_methods, draw, print_report
@@ -241,10 +241,10 @@ def peers(
         rounds=rounds,
         threads=threads,
         setup_only=setup_only,
+        on_report=lambda report: write_json(report, json_file),
     )
     if report is not None:
         print_report(report)
-        write_json(report, json_file)
 
 
 def compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from bench.prompts import prompts_of_length
 
 if TYPE_CHECKING:
     from builder.progress import BuildProgress
+    from builder.recipe import Recipe
 
 _PEERS = (OpenVinoGenAI, OpenVinoGenAIDefaults, LlamaCpp, VllmCpu, Transformers)
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in _PEERS}
@@ -41,6 +42,7 @@ def compare(
     threads: int | None = None,
     setup_only: bool = False,
     quiet: bool = False,
+    on_report: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any] | None:
     """Run the recipe's engine against peers, each at the nearest precision that it has.
 
@@ -48,7 +50,8 @@ def compare(
     of them, and one that cannot be had here is left out with its reason. Shows what it is at on stderr unless `quiet`.
     Returns machine, settings, what was left out, and a row an engine and workload (see `bench.peers.rounds.Row`) with
     the ratios round by round (plancast / peer); None with `setup_only`, which installs, converts and builds all that
-    a later run needs. Raises `PeerError` where a peer that was asked for cannot be installed or run.
+    a later run needs. `on_report` is given the same after each workload, as far as it is. Raises `PeerError` where a peer
+    that was asked for cannot be installed or run.
     """
     from builder.build import build
     from builder.machine_choices import for_this_machine
@@ -69,7 +72,7 @@ def compare(
     artifact = build(recipe, out, progress=make_progress(quiet=quiet))
     tokenizer = Tokenizer.load(artifact)
     left_out: dict[str, str] = {}
-    precision = {OURS: f"{recipe.weights.dtype} weights, {recipe.backend.compute} arithmetic, {recipe.kv.key} KV"}
+    precision = {OURS: _precision(recipe)}
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="plancast-peers-") as logs,
@@ -105,6 +108,18 @@ def compare(
                 workers.append(running.enter_context(worker))
                 precision[name] = peer.precision(recipe)
                 stage.detail = f"{worker.version}, {precision[name]}"
+        report: dict[str, Any] = {
+            "machine": describe_machine(),
+            "recipe": Path(recipe_name).stem,
+            "overrides": list(overrides),
+            "model": checkpoint.name,
+            "weights": recipe.weights.dtype,
+            "threads": threads,
+            "precision": precision,
+            "versions": {worker.name: worker.version for worker in workers},
+            "left_out": left_out,
+            "rows": rows,
+        }
         for count in requests:
             prompts = prompts_of_length(tokenizer.encode, [prompt_tokens] * count)
             task = f"{count} requests" if count > 1 else "1 request"
@@ -127,19 +142,17 @@ def compare(
                         ),
                     }
                 )
-        versions = {worker.name: worker.version for worker in workers}
-    return {
-        "machine": describe_machine(),
-        "recipe": Path(recipe_name).stem,
-        "overrides": list(overrides),
-        "model": checkpoint.name,
-        "weights": recipe.weights.dtype,
-        "threads": threads,
-        "precision": precision,
-        "versions": versions,
-        "left_out": left_out,
-        "rows": rows,
-    }
+            on_report(report)
+    return report
+
+
+def _precision(recipe: Recipe) -> str:
+    weights, activations = recipe.weights, recipe.backend.dynamic_quantization_group_size
+    groups = f" in groups of {weights.group_size}" if isinstance(weights.group_size, int) else ""
+    arithmetic = (
+        f"int8 activations in groups of {activations}" if activations else f"{recipe.backend.compute} arithmetic"
+    )
+    return f"{weights.dtype} weights{groups}, {arithmetic}, {recipe.kv.key} KV"
 
 
 def _start(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,11 +57,13 @@ def compare_speculation(
     rounds: int = 3,
     threads: int,
     quiet: bool,
+    on_report: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """The prompts of each workload through the artifact, plain and with each of its own proposers, and through peers.
 
     All answers have `output_tokens` tokens. Peers that cannot be had are left out, with the reason. Returns machine,
-    what was left out, and a row an engine and workload, with ratios round by round (the first proposer of ours / it).
+    what was left out, and a row an engine and workload, with ratios round by round (the first proposer of ours / it);
+    `on_report` is given the same after each workload, as far as it is.
     """
     from builder.progress import make_progress
     from builder.recipe import recipe_from_dict
@@ -112,6 +114,14 @@ def compare_speculation(
                     workers.append(running.enter_context(peer().start(setting, progress)))
                 except PeerError as error:
                     left_out[peer.name] = stage.detail = str(error)
+        report: dict[str, Any] = {
+            "machine": describe_machine(),
+            "artifact": manifest.name,
+            "threads": threads,
+            "versions": {worker.name: worker.version for worker in workers},
+            "left_out": left_out,
+            "rows": rows,
+        }
         for workload, prompts in chats.items():
             with progress.stage(workload) as stage:
                 measured = measure(workers, prompts, output_tokens, rounds)
@@ -125,15 +135,8 @@ def compare_speculation(
                         "decode_ratio": ratios(measured[0].decode_tokens_per_second, row.decode_tokens_per_second),
                     }
                 )
-        versions = {worker.name: worker.version for worker in workers}
-    return {
-        "machine": describe_machine(),
-        "artifact": manifest.name,
-        "threads": threads,
-        "versions": versions,
-        "left_out": left_out,
-        "rows": rows,
-    }
+            on_report(report)
+    return report
 
 
 def print_report(report: dict[str, Any]) -> None:

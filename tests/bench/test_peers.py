@@ -28,6 +28,7 @@ def test_transformers_is_measured_beside_ours(tmp_path, monkeypatch, capsys):
     write_tiny_hf(tmp_path / "model")
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump({"model": str(tmp_path / "model"), **SECTIONS}))
+    rows_so_far: list[int] = []
     with plancast_home(tmp_path / "home"):
         report = compare(
             str(recipe),
@@ -39,9 +40,11 @@ def test_transformers_is_measured_beside_ours(tmp_path, monkeypatch, capsys):
             rounds=2,
             threads=1,
             quiet=True,
+            on_report=lambda so_far: rows_so_far.append(len(so_far["rows"])),
         )
         overrides = ["parity.enabled=false"]
         assert compare(str(recipe), overrides=overrides, peers=["transformers"], setup_only=True, quiet=True) is None
+    assert rows_so_far == [2, 4]  # a run that is stopped keeps what it measured
     assert not (tmp_path / "artifacts").exists()  # it would stand for the recipe as it is
     assert [(row["engine"], row["requests"]) for row in report["rows"]] == [
         ("plancast", 1),
