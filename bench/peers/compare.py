@@ -50,8 +50,8 @@ def compare(
     of them, and one that cannot be had here is left out with its reason. Shows what it is at on stderr unless `quiet`.
     Returns machine, settings, what was left out, and a row an engine and workload (see `bench.peers.rounds.Row`) with
     the ratios round by round (plancast / peer); None with `setup_only`, which installs, converts and builds all that
-    a later run needs. `on_report` is given the same after each workload, as far as it is. Raises `PeerError` where a peer
-    that was asked for cannot be installed or run.
+    a later run needs. `on_report` is given the same after each workload, as far as it is. Raises `PeerError` where a
+    peer that was asked for cannot be installed or run.
     """
     from builder.build import build
     from builder.machine_choices import for_this_machine
