@@ -42,11 +42,13 @@ class Artifact:
         path: its folder, absolute, links resolved.
         manifest: the facts about it.
         notes: lines for a person about what works less well here, such as a compiled form that is for another CPU.
+        is_head: it is the part of an artifact that drafts (`draft_head`).
     """
 
     path: Path
     manifest: Manifest
     notes: tuple[str, ...] = ()
+    is_head: bool = False
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: Literal["quick", "full"] = "quick") -> Artifact:
@@ -86,7 +88,7 @@ class Artifact:
         manifest = msgspec.structs.replace(
             self.manifest, name=head.name, backend=head.backend, kv=head.kv, plugins=head.plugins, draft_head=None
         )
-        return Artifact(self.path, manifest, self.notes)
+        return Artifact(self.path, manifest, self.notes, is_head=True)
 
     @property
     def blob(self) -> Path | None:

@@ -76,21 +76,10 @@ bool Block::evaluate(ov::TensorVector& outputs, const ov::TensorVector& inputs) 
             outputs[static_cast<size_t>(value.output)].set_shape({rows, value.width});
     for (size_t i = 0; i < outputs.size(); ++i)
         results[i] = outputs[i].data<float>();
-    std::vector<const void*> ports;
-    ports.reserve(program_->leading() + inputs.size() + program_->constants.size());
-    const size_t pool = program_->places.empty() ? inputs.size() : program_->inputs + block::Program::kTables;
-    const size_t constants = program_->constants.empty() ? inputs.size() : inputs.size() - 1;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-        const auto* all = static_cast<const uint8_t*>(inputs[i].data());
-        if (i == pool)
-            for (size_t cache = 0; cache < program_->caches; ++cache)
-                ports.push_back(all + program_->places[cache]);
-        else if (i == constants)
-            for (const size_t first : program_->constants)
-                ports.push_back(all + first);
-        else
-            ports.push_back(all);
-    }
+    std::vector<const void*> data(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i)
+        data[i] = inputs[i].data();
+    const std::vector<const void*> ports = program_->spread(data.data(), data.size());
     const size_t sequences = program_->attends ? inputs[program_->inputs].get_size() : 0;
     program_->run(ports, results, rows, sequences, static_cast<size_t>(parallel_get_max_threads()));
     return true;

@@ -261,4 +261,23 @@ void Program::lay_out() {
     passing_floats = passing.size();
 }
 
+std::vector<const void*> Program::spread(const void* const* given, size_t count) const {
+    std::vector<const void*> found;
+    found.reserve(leading() + count + constants.size());
+    const size_t pool = places.empty() ? count : inputs + kTables;
+    const size_t packed = constants.empty() ? count : count - 1;
+    for (size_t i = 0; i < count; ++i) {
+        const auto* all = static_cast<const uint8_t*>(given[i]);
+        if (i == pool)
+            for (size_t cache = 0; cache < caches; ++cache)
+                found.push_back(all + places[cache]);
+        else if (i == packed)
+            for (const size_t first : constants)
+                found.push_back(all + first);
+        else
+            found.push_back(all);
+    }
+    return found;
+}
+
 }  // namespace plancast::block

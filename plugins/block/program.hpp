@@ -70,6 +70,9 @@ struct Program {
     // Raises std::runtime_error where `text` is no program.
     static Program parse(const std::string& text);
 
+    // Every port's data, where `inputs` are those of the operation, of which one may hold all caches, or all constants.
+    std::vector<const void*> spread(const void* const* inputs, size_t count) const;
+
     // Runs all steps over `rows` rows, of `sequences` sequences where a step attends. `ports`: every input's data;
     // `outputs`: [rows, width] each.
     void run(const std::vector<const void*>& ports, const std::vector<float*>& outputs, size_t rows, size_t sequences,

@@ -30,6 +30,9 @@ class RowKernels:
         self.largest = library.plancast_largest
         self.largest.argtypes = [pointer, number, number, number, double, pointer, pointer, pointer]
         self.largest.restype = number
+        self.likeliest = library.plancast_likeliest
+        self.likeliest.argtypes = [pointer, number, pointer]
+        self.likeliest.restype = number
 
 
 class RowPasses:

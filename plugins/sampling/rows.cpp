@@ -61,14 +61,49 @@ INLINE void chunk_maxima(const float* __restrict row, int64_t n, int64_t columns
     }
 }
 
+constexpr int64_t kLanes = 64;  // of maxima and sums, so that they stay in registers
+
+// The first of the largest values, or of NaNs. Into `share`: what exp of it is of the sum of exp of all.
+INLINE int64_t likeliest_of(const float* row, int64_t n, float* share) {
+    constexpr float kLog2e = 1.44269504f;
+    const int64_t lanes = std::min(n, kLanes), whole = n - n % lanes;
+    float maxima[kLanes], sums[kLanes] = {};
+    chunk_maxima(row, n, lanes, maxima);
+    int64_t at = n;
+    float most = maxima[0];
+    for (int64_t c = 1; c < lanes; ++c)
+        most = (most != most) | (maxima[c] <= most) ? most : maxima[c];
+    for (int64_t c = 0; c < lanes; ++c)
+        for (int64_t i = c; i < at && (maxima[c] == most || maxima[c] != maxima[c]); i += lanes)
+            if (row[i] == most || row[i] != row[i])
+                at = i;
+    for (int64_t start = 0; start < whole; start += lanes)
+        for (int64_t c = 0; c < lanes; ++c)
+            sums[c] += exp2_of((row[start + c] - most) * kLog2e);
+    double total = 0.0;
+    for (int64_t c = 0; c < lanes; ++c)
+        total += sums[c];
+    for (int64_t i = whole; i < n; ++i)
+        total += exp2_of((row[i] - most) * kLog2e);
+    *share = static_cast<float>(1.0 / total);
+    return at;
+}
+
 using Lines = void (*)(const float*, int64_t, float, float*, int64_t, float*);
 
 using Maxima = void (*)(const float*, int64_t, int64_t, float*);
 
+using Likeliest = int64_t (*)(const float*, int64_t, float*);
+
 struct Passes {
     Lines lines;
     Maxima maxima;
+    Likeliest likeliest;
 };
+
+int64_t portable_likeliest(const float* row, int64_t n, float* share) {
+    return likeliest_of(row, n, share);
+}
 
 void portable_maxima(const float* row, int64_t n, int64_t columns, float* maxima) {
     chunk_maxima(row, n, columns, maxima);
@@ -95,6 +130,13 @@ PLANCAST_AVX2 void avx2_maxima(const float* row, int64_t n, int64_t columns, flo
 PLANCAST_AVX512 void avx512_maxima(const float* row, int64_t n, int64_t columns, float* maxima) {
     chunk_maxima(row, n, columns, maxima);
 }
+PLANCAST_AVX2 int64_t avx2_likeliest(const float* row, int64_t n, float* share) {
+    return likeliest_of(row, n, share);
+}
+
+PLANCAST_AVX512 int64_t avx512_likeliest(const float* row, int64_t n, float* share) {
+    return likeliest_of(row, n, share);
+}
 #endif
 
 // PLANCAST_ISA lowers the choice, as it does for the products.
@@ -106,11 +148,11 @@ Passes choose() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !portable;
     if (avx2 && !narrow && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return {avx512_lines, avx512_maxima};
+        return {avx512_lines, avx512_maxima, avx512_likeliest};
     if (avx2)
-        return {avx2_lines, avx2_maxima};
+        return {avx2_lines, avx2_maxima, avx2_likeliest};
 #endif
-    return {portable_lines, portable_maxima};
+    return {portable_lines, portable_maxima, portable_likeliest};
 }
 
 const Passes& passes() {
@@ -234,4 +276,9 @@ extern "C" __attribute__((visibility("default"))) int64_t plancast_largest(const
     }
     std::sort(ids, ids + found);
     return found;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t plancast_likeliest(const float* row, int64_t n,
+                                                                             float* share) {
+    return passes().likeliest(row, n, share);
 }

@@ -20,4 +20,8 @@ int64_t plancast_nucleus(const float* values, int64_t n, int64_t columns, const 
 // how many. `largest`: the largest value, NaN where there is one (then there are no positions). `scratch` [2 columns].
 int64_t plancast_largest(const float* row, int64_t n, int64_t columns, int64_t k, double drop, float* scratch,
                          float* largest, int64_t* ids);
+
+// The position of the largest of `n` > 0 values, the first among equals; of the first NaN where there is one. `share`: what
+// exp of it is of the sum of exp of all.
+int64_t plancast_likeliest(const float* row, int64_t n, float* share);
 }

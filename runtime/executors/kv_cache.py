@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plugins.paged_attention.memory import zeroed
+from runtime.errors import PlancastError
+from runtime.memory import available_memory, format_size
+
+if TYPE_CHECKING:
+    from runtime.kv_layout import KvLayout
 
 
 class KvCache:
@@ -58,3 +64,40 @@ class KvCache:
     def _check(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, not {block_id}")
+
+
+class CacheOwner:
+    """What executors with a `KvCache` have in common: the half of `Executor` that is about blocks."""
+
+    kv_layout: KvLayout
+    _cache: KvCache | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks allocated so far (0 before `allocate`)."""
+        return self._cache.num_blocks if self._cache else 0
+
+    def read_block(self, block_id: int) -> bytes:
+        """The block's cells of every layer, as `write_block` takes them back."""
+        return self._allocated().read_block(block_id)
+
+    def write_block(self, block_id: int, data: bytes) -> None:
+        """Put back what `read_block` returned, into any block. Raises `ValueError` where `data` has another length."""
+        self._allocated().write_block(block_id, data)
+
+    def _new_cache(self, num_blocks: int, block_bytes: Sequence[int]) -> KvCache:
+        """A cache of the layout. Raises `PlancastError`: fewer than one block, or more than the free memory holds."""
+        if num_blocks < 1:
+            raise PlancastError(f"a KV cache needs at least one block, not {num_blocks}")
+        needed, free = num_blocks * self.kv_layout.bytes_per_block, available_memory()
+        if needed > free.bytes:
+            raise PlancastError(
+                f"a KV cache of {num_blocks} blocks takes {format_size(needed)}, and {format_size(free.bytes)} are "
+                f"free ({free.limited_by}). Ask for less (--kv-cache-memory), or free memory"
+            )
+        return KvCache(num_blocks, block_bytes)
+
+    def _allocated(self) -> KvCache:
+        if self._cache is None:
+            raise PlancastError("the executor has no KV cache: call allocate first")
+        return self._cache

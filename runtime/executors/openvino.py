@@ -17,11 +17,10 @@ from plugins.paged_attention.openvino import KV_SCALE_BYTES
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executor import StepBatch
 from runtime.executors.batch_checks import check_ids
-from runtime.executors.kv_cache import KvCache
-from runtime.executors.openvino_inputs import StepInputs
+from runtime.executors.kv_cache import CacheOwner
+from runtime.executors.openvino_inputs import STEP_INPUTS, StepInputs
 from runtime.executors.openvino_model import OpenVINOEngine, reason
 from runtime.manifest import rebuild_hint
-from runtime.memory import available_memory, format_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,21 +28,8 @@ if TYPE_CHECKING:
     from runtime.artifact import Artifact
     from runtime.kv_layout import KvLayout
 
-# Graph input -> the batch's field and dtype. A model without rotary embedding has no position_ids.
-_STEP_INPUTS = {
-    "input_ids": ("token_ids", np.int64),
-    "position_ids": ("positions", np.int64),
-    "past_lens": ("past_lens", np.int32),
-    "query_starts": ("query_starts", np.int32),
-    "block_ids": ("block_ids", np.int32),
-    "block_starts": ("block_starts", np.int32),
-    "max_context_len": ("max_context_len", np.int32),
-    "logits_rows": ("logits_rows", np.int64),
-    "hidden_states": ("hidden_states", np.float32),
-}
 
-
-class OpenVINOExecutor:
+class OpenVINOExecutor(CacheOwner):
     """An `Executor` over one OpenVINO infer request, to which the KV cache is bound once.
 
     Attributes:
@@ -72,16 +58,15 @@ class OpenVINOExecutor:
             self.kv_layout = _openvinos_cells(self.kv_layout)
         self._engine: OpenVINOEngine | None = engine
         self._request: ov.InferRequest | None = compiled.create_infer_request()
-        self._cache: KvCache | None = None
         self._cells = {
             port.any_name: (index, port.element_type, [dim.get_length() for dim in list(port.partial_shape)[1:]])
             for index, port in enumerate(compiled.inputs)
-            if port.any_name not in _STEP_INPUTS
+            if port.any_name not in STEP_INPUTS
         }
         step_inputs = [
-            (index, *_STEP_INPUTS[port.any_name])
+            (index, *STEP_INPUTS[port.any_name])
             for index, port in enumerate(compiled.inputs)
-            if port.any_name in _STEP_INPUTS
+            if port.any_name in STEP_INPUTS
         ]
         self._inputs = StepInputs(step_inputs)
         self._check_cells(artifact)
@@ -99,11 +84,6 @@ class OpenVINOExecutor:
         self.hidden_states: NDArray[np.float32] | None = None
         self.load_seconds = time.perf_counter() - begin
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks allocated so far (0 before `allocate`)."""
-        return self._cache.num_blocks if self._cache else 0
-
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache and bind it, in place of what an earlier call allocated.
 
@@ -111,16 +91,8 @@ class OpenVINOExecutor:
             PlancastError: fewer than one block, or more than the free memory holds; with the numbers.
         """
         request = self._open_request()
-        if num_blocks < 1:
-            raise PlancastError(f"a KV cache needs at least one block, not {num_blocks}")
-        needed, free = num_blocks * self.kv_layout.bytes_per_block, available_memory()
-        if needed > free.bytes:
-            raise PlancastError(
-                f"a KV cache of {num_blocks} blocks takes {format_size(needed)}, and {format_size(free.bytes)} are "
-                f"free ({free.limited_by}). Ask for less (--kv-cache-memory), or free memory"
-            )
         sizes = [int(np.prod(shape)) * dtype.bitwidth // 8 for _, dtype, shape in self._cells.values()]
-        cache = KvCache(num_blocks, sizes)
+        cache = self._new_cache(num_blocks, sizes)
         for array, (index, dtype, shape) in zip(cache.arrays, self._cells.values(), strict=True):
             request.set_input_tensor(index, ov.Tensor(array, ov.Shape([num_blocks, *shape]), dtype))
         self._cache = cache
@@ -154,14 +126,6 @@ class OpenVINOExecutor:
             self.hidden_states = request.get_output_tensor(1).data
         return request.get_output_tensor(0).data
 
-    def read_block(self, block_id: int) -> bytes:
-        """The block's cells of every layer, as `write_block` takes them back."""
-        return self._allocated().read_block(block_id)
-
-    def write_block(self, block_id: int, data: bytes) -> None:
-        """Put back what `read_block` returned, into any block. Raises `ValueError` where `data` has another length."""
-        self._allocated().write_block(block_id, data)
-
     def close(self) -> None:
         """Free the engine and the cache. Idempotent; views of the last logits become invalid."""
         # In this order: the request points into the memory of the cache and of the engine's blob.
@@ -171,11 +135,6 @@ class OpenVINOExecutor:
         if self._request is None:
             raise PlancastError("the executor is closed")
         return self._request
-
-    def _allocated(self) -> KvCache:
-        if self._cache is None:
-            raise PlancastError("the executor has no KV cache: call allocate first")
-        return self._cache
 
     def _check_cells(self, artifact: Artifact) -> None:
         """The compiled cache must be what the manifest tells the block pool."""

@@ -12,11 +12,23 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from runtime.executor import StepBatch
 
+# Graph input -> the batch's field and dtype. A model without rotary embedding has no position_ids.
+STEP_INPUTS = {
+    "input_ids": ("token_ids", np.int64),
+    "position_ids": ("positions", np.int64),
+    "past_lens": ("past_lens", np.int32),
+    "query_starts": ("query_starts", np.int32),
+    "block_ids": ("block_ids", np.int32),
+    "block_starts": ("block_starts", np.int32),
+    "max_context_len": ("max_context_len", np.int32),
+    "logits_rows": ("logits_rows", np.int64),
+    "hidden_states": ("hidden_states", np.float32),
+}
 # Arrays of up to so many rows are copied into tensors that stay: a decode's are a few bytes, and making and setting a
 # tensor takes longer than any of them takes to copy. Larger ones are handed over as they are.
 _MOST_KEPT = 32
 # The graph wants a scalar.
-_SCALAR = "max_context_len"
+SCALAR = "max_context_len"
 
 
 @dataclass(slots=True)
@@ -42,7 +54,7 @@ class StepInputs:
         """Let the next inference of `request` read `batch`."""
         for each in self._inputs:
             value = getattr(batch, each.name)
-            rows = 1 if each.name == _SCALAR else len(value)
+            rows = 1 if each.name == SCALAR else len(value)
             if not 0 < rows <= _MOST_KEPT:
                 each.large = np.ascontiguousarray(value, each.dtype)
                 request.set_input_tensor(each.index, ov.Tensor(each.large, shared_memory=True))

@@ -39,8 +39,9 @@ class OpenVINOEngine:
         self._linear = native if own_linear else None
         self._blob: NDArray[np.uint8] | None = None
 
-    def compile_ir(self, path: Path) -> ov.CompiledModel:
-        """Compile the IR at `path` (.xml, its weights beside it in .bin, mapped). Raises `RuntimeError`."""
+    def read_ir(self, path: Path) -> ov.Model:
+        """The IR at `path` (.xml, its weights beside it in .bin, mapped) as it is compiled: our operations in the place
+        of what they compute. Raises `RuntimeError`."""
         model = self.core.read_model(path)
         self.attention_replaced = restore_nodes(model)
         if self._linear is not None:
@@ -52,7 +53,11 @@ class OpenVINOEngine:
             )
             self.blocks = fuse_blocks(model, self._linear)
         _keep_compressed(model)
-        return self.core.compile_model(model, "CPU", self.properties)
+        return model
+
+    def compile_ir(self, path: Path) -> ov.CompiledModel:
+        """Compile the IR at `path`. Raises `RuntimeError`."""
+        return self.core.compile_model(self.read_ir(path), "CPU", self.properties)
 
     def import_blob(self, path: Path) -> ov.CompiledModel:
         """Load a compiled form. Raises `RuntimeError` where this OpenVINO, or this CPU, is not the one it was made for.

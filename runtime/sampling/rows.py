@@ -165,6 +165,30 @@ def ids_from(row: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
     return (row >= threshold).nonzero()[0]
 
 
+class Likeliest:
+    """The likeliest token of a row of logits, and how likely it is. Not thread-safe: it reuses its buffers."""
+
+    def __init__(self) -> None:
+        self._kernels = row_kernels()
+        self._share = np.empty(1, np.float32)
+        self._to_share = self._share.ctypes.data
+        self._exp = np.empty(0, np.float32)
+
+    def __call__(self, row: NDArray[np.float32]) -> tuple[int, float]:
+        """The id of the largest logit of `row` f32 [V], the lowest of equals, and its probability, right to 1e-5. Where
+        that logit is not finite, the probability means nothing."""
+        if self._kernels is not None:
+            row = np.ascontiguousarray(row)
+            token_id = self._kernels.likeliest(row.ctypes.data, row.size, self._to_share)
+            return token_id, float(self._share[0])
+        if self._exp.size != row.size:
+            self._exp = np.empty_like(row)
+        token_id = int(row.argmax())
+        with np.errstate(invalid="ignore"):
+            np.subtract(row, row[token_id], out=self._exp)
+            return token_id, float(1.0 / np.exp(self._exp, out=self._exp).sum())
+
+
 def top_ids(row: NDArray[np.float32], k: int, exp: ChunkedExp) -> NDArray[np.int64]:
     """Ids of the `k` largest logits, largest first, the lower id first among equals."""
     ids, _ = exp.largest(row, k)

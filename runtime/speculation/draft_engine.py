@@ -22,7 +22,7 @@ from runtime.executor import Executor, StepBatch
 from runtime.logits_processors import NEG_INF
 from runtime.philox import DRAFT_STREAM, uniform
 from runtime.sampler import Sampler, SamplingState
-from runtime.sampling.rows import search_cdf
+from runtime.sampling.rows import Likeliest, search_cdf
 from runtime.scheduling.kv_manager import KvManager
 from runtime.scheduling.step import ScheduledSequence, ScheduledStep
 from runtime.sequence import Request, Sequence
@@ -86,7 +86,7 @@ class DraftEngine:
         self._vocabulary = vocabulary
         self._mirrors: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently used first
         self._row = np.full(sampler.vocab_size, NEG_INF, np.float32)
-        self._exp = self._row[:0]  # room for a confidence's sum
+        self._likeliest = Likeliest()
         self._copies: list[tuple[int, int]] = []  # for the next pass
         self._goes_on: GoesOn = _sure_enough  # of the round under way
 
@@ -226,10 +226,9 @@ class DraftEngine:
             token_id = int(ids[search_cdf(np.cumsum(p), u)])
             job.distributions.append((ids, p))
         else:
-            token_id = int(row.argmax())
+            token_id, confidence = self._likeliest(row)
             if not math.isfinite(float(row[token_id])):
                 return False
-            confidence = self._confidence(row, token_id)
             if row is raw and self._vocabulary is not None:
                 token_id = int(self._vocabulary.to_target[token_id])
             if token_id >= self._sampler.vocab_size:  # a place that pads the draft's logits
@@ -252,13 +251,6 @@ class DraftEngine:
         for processor in state.processors:
             processor.apply(row)
         return row
-
-    def _confidence(self, row: Logits, token_id: int) -> float:
-        """The probability of the likeliest token."""
-        if self._exp.size != row.size:
-            self._exp = np.empty_like(row)
-        np.subtract(row, row[token_id], out=self._exp)
-        return float(1.0 / np.exp(self._exp, out=self._exp).sum())
 
     def check(self) -> None:
         """Assert the invariants of the draft's blocks."""

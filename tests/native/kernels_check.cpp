@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "block/graph.hpp"
 #include "block/program.hpp"
 #include "linear/kernel.hpp"
 #include "native/pool.hpp"
@@ -223,6 +224,44 @@ void check_heads(const block::Program& program, size_t rows) {
     }
 }
 
+// Steps around a block, whose buffers are exactly as large as their rows.
+void check_graph(size_t rows) {
+    block::Graph graph({3, 0});
+    std::vector<float> gain = activations(1, 6), floats = activations(5, 3);
+    std::vector<int8_t> bytes(15, 7);
+    std::vector<float> scales = activations(1, 5);
+    const size_t ids = 1, joined = graph.join({graph.look_up({3, floats.data(), nullptr, nullptr}, ids), 0});
+    const size_t made = graph.block(block::Program::parse("input 6;value 6 0;add 1 0 0 6 0 0 6"), {joined}, nullptr);
+    const size_t whole = graph.look_up({3, nullptr, bytes.data(), scales.data()}, ids);
+    const size_t normed = graph.norm(graph.take(made, ids), gain.data(), 1e-5f);
+    graph.give(whole);
+    graph.give(normed);
+    const std::vector<float> x = activations(rows, 3);
+    std::vector<int64_t> chosen(rows);
+    for (size_t row = 0; row < rows; ++row)
+        chosen[row] = static_cast<int64_t>((rows - row) % std::min<size_t>(rows, 5));
+    std::vector<float> one(rows * 3), two(rows * 6);
+    const void* data[] = {x.data(), chosen.data()};
+    const uint64_t lengths[] = {rows, rows};
+    float* outputs[] = {one.data(), two.data()};
+    graph.run(data, lengths, outputs, 2);
+    for (size_t row = 0; row < rows; ++row) {
+        const auto id = static_cast<size_t>(chosen[row]);
+        float sum[6], expected[6];
+        for (size_t k = 0; k < 3; ++k) {
+            sum[k] = 2 * floats[static_cast<size_t>(chosen[id]) * 3 + k];
+            sum[k + 3] = 2 * x[id * 3 + k];
+        }
+        kernels(best_isa()).rms_norm(sum, gain.data(), 1e-5f, 6, expected);
+        for (size_t k = 0; k < 6; ++k)
+            if (!same(expected[k], two[row * 6 + k], true) || one[row * 3 + k % 3] != 7 * scales[id]) {
+                std::printf("graph: row %zu of %zu is wrong\n", row, rows);
+                ++failures;
+                return;
+            }
+    }
+}
+
 void check_program() {
     const char* text =
         "input 8;input 4;input 4;value 8 -1;step";
@@ -242,6 +281,7 @@ void check_program() {
         std::vector<float> one(rows * 8), two(rows * 4);
         program.run({x.data(), cos.data(), cos.data(), gain.data()}, {one.data(), two.data()}, rows, 0, 2);
         check_heads(heads, rows);
+        check_graph(rows);
     }
     const char* wrong[] = {"input 8;value 8 -1;value 8 0;add 2 1 0 8 0 0 8;add 1 0 0 8 0 0 8",
                            "input 8;value 8 0;add 1 0 0 8 0 0 8;copy 1 0 0 8",

@@ -16,7 +16,7 @@ from plugins.native import NativeBuildError, build_native
 from plugins.sampling.native import RowKernels, RowPasses
 from runtime.sampler import Sampler
 from runtime.sampling import rows as rows_module
-from runtime.sampling.rows import CHUNK, ChunkedExp
+from runtime.sampling.rows import CHUNK, ChunkedExp, Likeliest
 from runtime.sampling.selection import Restriction, candidates, select
 from runtime.sampling_params import SamplingParams
 
@@ -170,3 +170,20 @@ def test_a_process_that_has_not_loaded_openvino_finds_the_kernels_too(kernels):
     """An engine that starts again must sample as the one before it, whatever either has imported."""
     code = "from plugins.sampling.native import row_kernels; raise SystemExit(row_kernels() is None)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 130, 8192, 49_152])
+@pytest.mark.parametrize("kind", ["spread", "equal", "masked", "nan", "infinite"])
+def test_the_likeliest_and_its_probability(passes, vocab, kind):
+    row = logits(vocab, vocab, 5.0)
+    if kind == "equal":
+        row[:] = row[0]
+    elif kind == "masked":
+        row[: vocab // 2] = -np.inf
+    elif kind in ("nan", "infinite"):
+        row[[vocab // 3, vocab // 2]] = np.nan if kind == "nan" else np.inf
+    token_id, share = Likeliest()(row)
+    assert token_id == row.argmax()
+    if kind not in ("nan", "infinite"):
+        exact = np.exp(row.astype(np.float64) - row.max())
+        assert share == pytest.approx(1.0 / exact.sum(), rel=1e-5)

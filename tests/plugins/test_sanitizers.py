@@ -52,6 +52,7 @@ def test_kernels_under_address_and_undefined_behaviour_sanitizers(tmp_path: Path
         CHECKS / "attention_check.cpp",
         *sorted(PLUGINS.glob("*/isa_*.cpp")),
         PLUGINS / "linear" / "kernel.cpp",
+        PLUGINS / "block" / "graph.cpp",
         PLUGINS / "block" / "program.cpp",
         PLUGINS / "block" / "run.cpp",
         PLUGINS / "paged_attention" / "kernel.cpp",
