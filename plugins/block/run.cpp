@@ -121,14 +121,8 @@ void run_step(const Step& step, const Frame& frame, size_t rows, size_t threads,
     const size_t c_stride = frame.stride(step.c), head = step.b.width, half = head / 2;
     each_row(rows, threads, [&](size_t row) {
         const float *cos = b + row * b_stride, *sin = c + row * c_stride;
-        for (size_t first = 0; first < width; first += head) {
-            const float* x = a + row * a_stride + first;
-            float* out = y + row * width + first;
-            for (size_t k = 0; k < half; ++k) {
-                out[k] = x[k] * cos[k] - x[k + half] * sin[k];
-                out[k + half] = x[k + half] * cos[k + half] + x[k] * sin[k + half];
-            }
-        }
+        for (size_t first = 0; first < width; first += head)
+            kernel.rotate(a + row * a_stride + first, cos, sin, half, y + row * width + first);
     });
 }
 

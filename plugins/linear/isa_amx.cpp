@@ -52,9 +52,14 @@ void gelu_mul(const float* gate, const float* up, size_t columns, float* y) {
     kAvx512Vnni.gelu_mul(gate, up, columns, y);
 }
 
+void rotate(const float* x, const float* cos, const float* sin, size_t half, float* y) {
+    kAvx512Vnni.rotate(x, cos, sin, half, y);
+}
+
 }  // namespace amx
 
-const Kernels kAmx = {amx::quantize, amx::multiply, amx::rms_norm, amx::silu_mul, amx::gelu_mul, amx::release};
+const Kernels kAmx = {amx::quantize, amx::multiply, amx::rms_norm, amx::silu_mul,
+                      amx::gelu_mul, amx::rotate, amx::release};
 
 bool has_amx() {
     static const bool has = [] {

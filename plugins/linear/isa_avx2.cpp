@@ -33,8 +33,8 @@ void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t
 
 }  // namespace avx2
 
-const Kernels kAvx2 = {avx2::quantize_wide, avx2::multiply, avx2::rms_norm, avx2::silu_mul, avx2::gelu_mul, nullptr,
-                       true};
+const Kernels kAvx2 = {avx2::quantize_wide, avx2::multiply, avx2::rms_norm, avx2::silu_mul, avx2::gelu_mul,
+                       avx2::rotate, nullptr, true};
 
 }  // namespace plancast::linear
 

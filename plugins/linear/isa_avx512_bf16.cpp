@@ -50,10 +50,14 @@ void gelu_mul(const float* gate, const float* up, size_t columns, float* y) {
     kAvx512Vnni.gelu_mul(gate, up, columns, y);
 }
 
+void rotate(const float* x, const float* cos, const float* sin, size_t half, float* y) {
+    kAvx512Vnni.rotate(x, cos, sin, half, y);
+}
+
 }  // namespace avx512_bf16
 
 const Kernels kAvx512Bf16 = {avx512_bf16::quantize, avx512_bf16::multiply, avx512_bf16::rms_norm,
-                             avx512_bf16::silu_mul, avx512_bf16::gelu_mul};
+                             avx512_bf16::silu_mul, avx512_bf16::gelu_mul, avx512_bf16::rotate};
 
 }  // namespace plancast::linear
 

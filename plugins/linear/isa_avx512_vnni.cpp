@@ -42,7 +42,7 @@ void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t
 }  // namespace avx512_vnni
 
 const Kernels kAvx512Vnni = {avx512_vnni::quantize, avx512_vnni::multiply, avx512_vnni::rms_norm,
-                             avx512_vnni::silu_mul, avx512_vnni::gelu_mul};
+                             avx512_vnni::silu_mul, avx512_vnni::gelu_mul, avx512_vnni::rotate};
 
 }  // namespace plancast::linear
 

@@ -37,7 +37,7 @@ void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t
 }  // namespace avx_vnni
 
 const Kernels kAvxVnni = {avx_vnni::quantize, avx_vnni::multiply, avx_vnni::rms_norm, avx_vnni::silu_mul,
-                          avx_vnni::gelu_mul};
+                          avx_vnni::gelu_mul, avx_vnni::rotate};
 
 }  // namespace plancast::linear
 

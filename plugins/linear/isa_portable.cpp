@@ -141,6 +141,6 @@ void multiply(const Weight& w, const Rows& a, size_t strip, size_t first, size_t
 }  // namespace portable
 
 const Kernels kPortable = {portable::quantize, portable::multiply, portable::rms_norm, portable::silu_mul,
-                           portable::gelu_mul};
+                           portable::gelu_mul, portable::rotate};
 
 }  // namespace plancast::linear

@@ -37,6 +37,8 @@ struct Kernels {
     void (*silu_mul)(const float* gate, const float* up, size_t columns, float* y);
     // y = gelu(gate) * up, f32 [columns]; GELU as its tanh form has it.
     void (*gelu_mul)(const float* gate, const float* up, size_t columns, float* y);
+    // y = x rotated, f32 [2 * half]: y[k] = x[k] cos[k] - x[k + half] sin[k], and with the halves changed about, +. y is not x.
+    void (*rotate)(const float* x, const float* cos, const float* sin, size_t half, float* y);
     // Called by each thread after its last `multiply` of a task; null: nothing to do.
     void (*release)() = nullptr;
     // Whether int8 activations of int8 weights take 16 bits, too.
