@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-# A new measurement's weight; the outliers of a busy machine are cut to so many times the mean first.
-_WEIGHT = 0.12
+# A new measurement's weight, and that of one of a size that was not seen for some steps, or for many; the outliers of a
+# busy machine are cut to so many times the mean first.
+_WEIGHT, _SELDOM, _LONG_AGO = 0.12, (8, 0.3), (500, 0.5)
 _OUTLIER = 1.6
+# The machine's speed changes from minute to minute, and with it what every size costs: what a step of a size that was
+# measured so often took longer than its mean is taken to hold for all sizes, with that weight, and more for its own.
+_KNOWN_WELL, _DRIFT, _OWN = 24, 0.1, 0.03
+# A size that seems to cost so much more than a larger one was measured in other times: it is to be measured again, but
+# not at every step.
+_DOUBT, _PATIENCE = 1.02, 8
 # The first measurements of a size also pay for what is done once (pages, caches, a graph for a new shape): until there
 # are so many, the least of them counts, and only then is a larger size held to be slower than hoped.
 _TRIES = 4
@@ -32,21 +39,41 @@ class StepCosts:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of `num_tokens` tokens took `seconds`."""
         self.steps += 1
-        size = _ANCHORS[min(bisect_left(_ANCHORS, num_tokens), len(_ANCHORS) - 1)]
+        size = _anchor(num_tokens)
         seconds *= size / num_tokens if num_tokens > size else 1.0
         mean = self._seconds.get(size)
         tries = self._tries[size] = self._tries.get(size, 0) + 1
         if mean is None or tries < _TRIES:
             self._seconds[size] = min(seconds, mean or seconds)
         else:
-            weight = _WEIGHT if self.steps - self._seen_at[size] < 500 else 0.5  # what was long ago counts less
-            self._seconds[size] = mean + weight * (min(seconds, _OUTLIER * mean) - mean)
+            expected = self._expected(num_tokens, size)
+            off = min(seconds, _OUTLIER * expected) / expected - 1.0
+            if tries > _KNOWN_WELL:
+                for other in self._seconds:
+                    self._seconds[other] *= 1.0 + _DRIFT * off
+            self._seconds[size] *= 1.0 + self._weight(size) * off
         self._seen_at[size] = self.steps
         if self.steps % _STALE == 0:
             for old in [other for other, seen in self._seen_at.items() if self.steps - seen > _STALE]:
                 del self._seconds[old], self._seen_at[old], self._tries[old]
         self._curve = []
         self._predicted.clear()
+
+    def _expected(self, num_tokens: int, size: int) -> float:
+        """Seconds of a step of so many tokens by the means of the size that stands for them and of the next smaller."""
+        mean = self._seconds[size]
+        before = max((other for other in self._seconds if other < size), default=0)
+        if not before or num_tokens >= size:
+            return mean
+        less = self._seconds[before]
+        return less + (mean - less) * (num_tokens - before) / (size - before)
+
+    def _weight(self, size: int) -> float:
+        since = self.steps - self._seen_at[size]
+        for steps, weight in (_LONG_AGO, _SELDOM):
+            if since >= steps:
+                return weight
+        return _OWN if self._tries[size] > _KNOWN_WELL else _WEIGHT
 
     def predict(self, num_tokens: int) -> float | None:
         """Seconds of a step of so many tokens; None before the first measurement."""
@@ -72,8 +99,18 @@ class StepCosts:
 
     def since_seen(self, num_tokens: int) -> int:
         """Steps since one of about this size was measured."""
-        size = _ANCHORS[min(bisect_left(_ANCHORS, num_tokens), len(_ANCHORS) - 1)]
-        return self.steps - self._seen_at.get(size, -(10**9))
+        return self.steps - self._seen_at.get(_anchor(num_tokens), -(10**9))
+
+    def doubts(self, num_tokens: int) -> bool:
+        """Whether what is known of steps of about this size contradicts what is known of larger ones."""
+        size = _anchor(num_tokens)
+        known = self._seconds.get(size)
+        if known is None or self.since_seen(num_tokens) < _PATIENCE:
+            return False
+        return any(
+            larger > size and self._tries[larger] >= _TRIES and known > _DOUBT * seconds
+            for larger, seconds in self._seconds.items()
+        )
 
     def _join(self) -> None:
         """Pool neighbours that contradict the order (isotonic regression, pool adjacent violators)."""
@@ -90,3 +127,8 @@ class StepCosts:
                 above[1] += weight
                 members[-2].extend(members.pop())
         self._curve = [(size, pool[0]) for pool, sizes in zip(pools, members, strict=True) for size in sizes]
+
+
+def _anchor(num_tokens: int) -> int:
+    """The size that stands for so many tokens."""
+    return _ANCHORS[min(bisect_left(_ANCHORS, num_tokens), len(_ANCHORS) - 1)]

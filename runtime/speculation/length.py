@@ -77,7 +77,8 @@ class DraftLengths:
         self.adaptive = adaptive
         self.costs = StepCosts()
         self._all: dict[tuple[str, int], Share] = {}
-        self._rounds: dict[str, Rounds] = {}  # of the proposers that are not free
+        # Of the proposers that are not free, by how many sequences they draft for, in powers of two.
+        self._rounds: dict[tuple[str, int], Rounds] = {}
         self._calibrations: dict[str, Calibration] = {}
         self._steps = 0
 
@@ -87,9 +88,10 @@ class DraftLengths:
         """A step without prefill, drafting left out."""
         self.costs.observe(num_tokens, seconds)
 
-    def observe_drafting(self, source: str, rounds: int, seconds: float) -> None:
+    def observe_drafting(self, source: str, rounds: int, seconds: float, num_sequences: int = 1) -> None:
+        """A proposer has drafted for so many sequences at once."""
         if rounds > 0:
-            self._rounds.setdefault(source, Rounds()).observe(seconds / rounds)
+            self._rounds.setdefault((source, num_sequences.bit_length()), Rounds()).observe(seconds / rounds)
 
     def observe_draft(self, own: Acceptance, source: str, level: int, accepted: int, drafted: int) -> None:
         """A draft was verified."""
@@ -124,8 +126,8 @@ class DraftLengths:
 
     def rests(self, num_tokens: int) -> bool:
         """Whether to draft nothing for once, so that a plain step is measured again."""
-        due = self._steps % _PROBE_EVERY == _PROBE_EVERY // 2
-        return self.adaptive and due and self.costs.since_seen(num_tokens) > _PROBE_EVERY
+        due = self._steps % _PROBE_EVERY == _PROBE_EVERY // 2 and self.costs.since_seen(num_tokens) > _PROBE_EVERY
+        return self.adaptive and (due or self.costs.doubts(num_tokens))
 
     def choose(self, chances: Listed[float], most: Listed[int], num_tokens: int, source: str = "") -> list[int]:
         """Lengths for drafts with these chances and lengths at most, beside `num_tokens` tokens that are computed
@@ -144,7 +146,7 @@ class DraftLengths:
             ),
             reverse=True,
         )
-        round_seconds = self._round_seconds(source, base) if source else 0.0
+        round_seconds = self._round_seconds(source, base, len(most)) if source else 0.0
         best, best_rate = 0, _MARGIN * num_tokens / base
         expected, rounds = float(num_tokens), 0
         for taken, (gain, negative, _) in enumerate(gains, 1):
@@ -169,9 +171,9 @@ class DraftLengths:
         known = sum(share.decided for (name, _), share in self._all.items() if name == source)
         return max(_PAID_BOUNDS[0], min(_PAID_BOUNDS[1], int(_PAID_PROBES * known)))
 
-    def _round_seconds(self, source: str, base: float) -> float:
-        """Of one round of a proposer, where a plain step takes `base`."""
-        known = self._rounds.get(source)
+    def _round_seconds(self, source: str, base: float, num_sequences: int) -> float:
+        """Of one round of a proposer for so many sequences, where a plain step takes `base`."""
+        known = self._rounds.get((source, num_sequences.bit_length()))
         hoped = _HOPED_ROUND * base
         return hoped if known is None else known.seconds if known.tries >= _TRIES else min(hoped, known.seconds)
 
@@ -185,7 +187,7 @@ class DraftLengths:
         now = max(self._rates(chances, drafted, num_tokens, num_sequences, source))
         last = chances[-1] / (chances[-2] if drafted > 1 else 1.0)
         base = self.costs.predict(num_tokens) or 1.0
-        round_seconds, chance = self._round_seconds(source, base), chances[-1]
+        round_seconds, chance = self._round_seconds(source, base, num_sequences), chances[-1]
         expected = num_tokens + num_sequences * sum(chances)
         for length in range(drafted + 1, most + 1):
             chance *= last
@@ -208,7 +210,7 @@ class DraftLengths:
     ) -> list[float]:
         """Expected tokens a second where the first 0, 1, ... tokens of a draft of `rounds` are verified."""
         base = self.costs.predict(num_tokens) or 1.0
-        drafting = rounds * self._round_seconds(source, base)
+        drafting = rounds * self._round_seconds(source, base, num_sequences)
         rates, expected = [], float(num_tokens)
         for length in range(len(chances) + 1):
             expected += num_sequences * chances[length - 1] if length else 0.0

@@ -127,7 +127,7 @@ class Speculator:
             proposed = self._ask(proposer, wanted, num_tokens)
             if not proposer.is_free:
                 rounds = max((len(draft.token_ids) for draft in proposed if draft), default=0)
-                self.lengths.observe_drafting(proposer.name, rounds, self._clock() - began)
+                self.lengths.observe_drafting(proposer.name, rounds, self._clock() - began, len(wanted))
                 self._cut_to_worth(proposed, proposer.name, num_tokens, len(wanted))
             later = [other for other in self.proposers[index + 1 :] if not other.is_free]
             for (sequence, _), draft in zip(wanted, proposed, strict=True):

@@ -163,6 +163,48 @@ def test_one_slow_step_changes_little() -> None:
     assert costs.predict(4) == pytest.approx(1.0, rel=0.1)
 
 
+def test_a_size_measured_in_a_slower_minute_is_measured_again() -> None:
+    """While drafts are made, plain steps hardly ever run: what they cost before must not make drafts look free."""
+    lengths = DraftLengths(8)
+    costs = lengths.costs
+    for _ in range(30):
+        costs.observe(16, 1.5)
+    assert not costs.doubts(16)
+    for _ in range(30):
+        costs.observe(20, 1.2)
+    assert lengths.rests(16)
+    plain = 0
+    for _ in range(640):
+        lengths.begin_step()
+        resting = lengths.rests(16)
+        plain += resting
+        costs.observe(16 if resting else 20, 1.0 if resting else 1.2)
+    assert plain <= 16
+    assert costs.predict(16) == pytest.approx(1.0, rel=0.1)
+    assert costs.predict(20) == pytest.approx(1.2, rel=0.05)
+
+
+def test_all_sizes_become_slower_with_the_machine() -> None:
+    costs = StepCosts()
+    for _ in range(30):
+        costs.observe(1, 1.0)
+        costs.observe(4, 1.2)
+    for _ in range(200):
+        costs.observe(4, 2.4)
+    assert costs.predict(1) == pytest.approx(2.0, rel=0.15)
+
+
+def test_sizes_between_two_that_are_known_agree_with_both() -> None:
+    costs = StepCosts()
+    for _ in range(40):
+        costs.observe(16, 16.0)
+    for _ in range(60):
+        for size in (17, 18, 20):
+            costs.observe(size, float(size))
+    for size in range(16, 21):
+        assert costs.predict(size) == pytest.approx(size, rel=0.03)
+
+
 class TimedExecutor(HashModelExecutor):
     """Says the next number each time. A step takes simulated time: bound by memory up to 8 tokens, then not."""
 
