@@ -26,10 +26,17 @@ void parallel(size_t tasks, size_t threads, const Body& body) {
         tasks, threads, [](const void* context, size_t index) { (*static_cast<const Body*>(context))(index); }, &body);
 }
 
-// The range [first, last) of part `index` when `count` items are cut into `parts` even parts.
+// The range [first, last) of part `index` when `count` items are cut into `parts` even parts, the larger ones first: threads
+// that take two each then have as much to do as the others.
 struct Part {
     size_t first, last;
-    Part(size_t count, size_t index, size_t parts) : first(count * index / parts), last(count * (index + 1) / parts) {}
+    Part(size_t count, size_t index, size_t parts) : first(begin(count, index, parts)), last(begin(count, index + 1, parts)) {}
+
+private:
+    static size_t begin(size_t count, size_t index, size_t parts) {
+        const size_t more = count % parts;
+        return index * (count / parts) + (index < more ? index : more);
+    }
 };
 
 }  // namespace plancast
