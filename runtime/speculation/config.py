@@ -21,7 +21,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: tuple[Method, ...] = ()
     enabled: bool = True  # at the start; it can be switched while the engine runs
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT)] = 8  # tokens drafted at most
+    # Tokens drafted at most. With the one that they follow these are 12 rows, two full tiles of the kernels.
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT)] = 11
     adaptive: bool = True  # fewer, down to none, as acceptance and load say; false: always as many as there are
     # ngram: the last tokens, so many of them, are looked up in the text before them; the longest find wins.
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2
