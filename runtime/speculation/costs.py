@@ -9,7 +9,8 @@ from bisect import bisect_left
 _WEIGHT, _SELDOM, _LONG_AGO = 0.12, (8, 0.3), (500, 0.5)
 _OUTLIER = 1.6
 # The machine's speed changes from minute to minute, and with it what every size costs: what a step of a size that was
-# measured so often took longer than its mean is taken to hold for all sizes, with that weight, and more for its own.
+# measured so often took longer than its mean is taken to hold for all sizes, with that weight, and a little for its own
+# alone.
 _KNOWN_WELL, _DRIFT, _OWN = 24, 0.1, 0.03
 # A size that seems to cost so much more than a larger one was measured in other times: it is to be measured again, but
 # not at every step.
@@ -22,7 +23,8 @@ _TRIES = 4
 _HOPE = 0.04
 # Sizes that were not seen for so many steps are forgotten, and so tried again.
 _STALE = 4000
-_ANCHORS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
+# Kernels take rows in tiles: a row more than whole ones costs as much as many.
+_ANCHORS = (*range(1, 33), 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
 
 
 class StepCosts:
