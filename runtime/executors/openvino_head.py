@@ -110,4 +110,6 @@ def open_head(artifact: Artifact, num_threads: int | None = None) -> HeadExecuto
         model = HostModel(ir, native, engine.core, artifact.manifest.limits.max_context_len)
     except (UnknownOperationError, RuntimeError):
         return None
+    if len(model.inputs.keys() - STEP_INPUTS.keys()) != 1:  # caches apart, where something else than a block attends
+        return None
     return HeadExecutor(artifact, model, num_threads, began)
