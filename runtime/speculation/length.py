@@ -1,12 +1,15 @@
 """How many tokens to draft: what acceptance was measured to be, against what the larger step was measured to cost.
 
-The goal is the most tokens a second over the whole batch. A drafted token i places ahead counts with probability
-a^i, where `a` is the chance that one is accepted; a draft is taken as far as the expected tokens over the predicted
-seconds still rise. So drafts shorten, and stop, as the batch fills and steps are no longer bound by memory.
+The goal is the least time a token on average over the batch's sequences: a step's predicted seconds times the sum of
+1 / e, where a sequence is expected to go on by e tokens. A drafted token i places ahead counts with probability a^i,
+where `a` is the chance that one is accepted. So drafts shorten, and stop, as the batch fills and steps are no longer
+bound by memory; and a few sequences that draft well do not hold up the many that do not, as they would were it tokens
+a second that counted: the batch is over with its slowest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
@@ -139,22 +142,21 @@ class DraftLengths:
             return [0] * len(most)
         gains = sorted(
             (
-                (chance**depth, -depth, index)
+                (gain, -depth, index)
                 for index, (chance, limit) in enumerate(zip(chances, most, strict=True))
-                for depth in range(1, limit + 1)
-                if chance**depth > _NEGLIGIBLE
+                for depth, gain in enumerate(_gains(chance, limit), 1)
             ),
             reverse=True,
         )
         round_seconds = self._round_seconds(source, base, len(most)) if source else 0.0
-        best, best_rate = 0, _MARGIN * num_tokens / base
-        expected, rounds = float(num_tokens), 0
+        best, least = 0, base * num_tokens / _MARGIN
+        waits, rounds = float(num_tokens), 0
         for taken, (gain, negative, _) in enumerate(gains, 1):
-            expected += gain
+            waits -= gain
             rounds = max(rounds, -negative)
-            rate = expected / ((self.costs.predict(num_tokens + taken) or base) + round_seconds * rounds)
-            if rate > best_rate:
-                best, best_rate = taken, rate
+            cost = ((self.costs.predict(num_tokens + taken) or base) + round_seconds * rounds) * waits
+            if cost < least:
+                best, least = taken, cost
         lengths = [0] * len(most)
         for _, _, index in gains[:best]:
             lengths[index] += 1
@@ -184,16 +186,16 @@ class DraftLengths:
             return False
         chances = self._calibrations.setdefault(source, Calibration()).chances(confidences)
         drafted = len(chances)
-        now = max(self._rates(chances, drafted, num_tokens, num_sequences, source))
+        now = min(self._costs_by_length(chances, drafted, num_tokens, num_sequences, source))
         last = chances[-1] / (chances[-2] if drafted > 1 else 1.0)
         base = self.costs.predict(num_tokens) or 1.0
         round_seconds, chance = self._round_seconds(source, base, num_sequences), chances[-1]
-        expected = num_tokens + num_sequences * sum(chances)
+        expected = 1.0 + sum(chances)
         for length in range(drafted + 1, most + 1):
             chance *= last
-            expected += num_sequences * chance
+            expected += chance
             step = self.costs.predict(num_tokens + num_sequences * length) or base
-            if expected / (step + length * round_seconds) > now:
+            if (step + length * round_seconds) * _waits(num_tokens, num_sequences, expected) < now:
                 return True
         return False
 
@@ -202,17 +204,34 @@ class DraftLengths:
         if self._steps % _PROBE_EVERY == 0:  # what is never verified is never known to be better than it seems
             return len(confidences)
         chances = self._calibrations.setdefault(source, Calibration()).chances(confidences)
-        rates = self._rates(chances, len(chances), num_tokens, num_sequences, source)
-        return rates.index(max(rates))
+        costs = self._costs_by_length(chances, len(chances), num_tokens, num_sequences, source)
+        return costs.index(min(costs))
 
-    def _rates(
+    def _costs_by_length(
         self, chances: Listed[float], rounds: int, num_tokens: int, num_sequences: int, source: str
     ) -> list[float]:
-        """Expected tokens a second where the first 0, 1, ... tokens of a draft of `rounds` are verified."""
+        """Seconds a token, summed over sequences, where the first 0, 1, ... tokens of drafts are verified."""
         base = self.costs.predict(num_tokens) or 1.0
         drafting = rounds * self._round_seconds(source, base, num_sequences)
-        rates, expected = [], float(num_tokens)
+        costs, expected = [], 1.0
         for length in range(len(chances) + 1):
-            expected += num_sequences * chances[length - 1] if length else 0.0
-            rates.append(expected / ((self.costs.predict(num_tokens + num_sequences * length) or base) + drafting))
-        return rates
+            expected += chances[length - 1] if length else 0.0
+            step = self.costs.predict(num_tokens + num_sequences * length) or base
+            costs.append((step + drafting) * _waits(num_tokens, num_sequences, expected))
+        return costs
+
+
+def _waits(num_tokens: int, num_sequences: int, expected: float) -> float:
+    """The sum of 1 / e where so many sequences go on by `expected` tokens, and whoever has the other tokens by one."""
+    return num_tokens - num_sequences + num_sequences / expected
+
+
+def _gains(chance: float, limit: int) -> Iterator[float]:
+    """By how much each token of a draft of at most `limit` lowers 1 / e of its sequence."""
+    expected, reached = 1.0, 1.0
+    for _ in range(limit):
+        reached *= chance
+        if reached <= _NEGLIGIBLE:
+            return
+        yield reached / (expected * (expected + reached))
+        expected += reached
