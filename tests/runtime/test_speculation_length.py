@@ -16,10 +16,12 @@ from runtime.config import EngineConfig
 from runtime.engine_core import EngineCore
 from runtime.errors import PlancastError
 from runtime.executor import StepBatch
+from runtime.sequence import Sequence
 from runtime.speculation.confidence import Calibration
 from runtime.speculation.config import SpeculationConfig, parse_speculation
 from runtime.speculation.costs import StepCosts
 from runtime.speculation.length import Acceptance, DraftLengths
+from runtime.speculation.proposer import Draft
 
 
 def lengths_for(cost: dict[int, float], chance: float, sequences: int, most: int = 8) -> list[int]:
@@ -48,6 +50,17 @@ def test_unlikely_drafts_are_shorter() -> None:
     (sure,), (unsure,) = lengths_for(steep, 0.95, 1), lengths_for(steep, 0.4, 1)
     assert sure > unsure
     assert lengths_for(steep, 0.05, 1) == [0]
+
+
+def test_a_few_that_draft_well_do_not_hold_up_the_many() -> None:
+    """Twelve tokens more for three of sixteen sequences: more tokens a second, but all wait half as long again."""
+    lengths = DraftLengths(4)
+    for size, seconds in {16: 1.0, 19: 1.15, 22: 1.3, 28: 1.5}.items():
+        for _ in range(20):
+            lengths.observe_step(size, seconds)
+    lengths.begin_step()
+    assert lengths.choose([0.97] * 3, [4] * 3, 16) == [0] * 3
+    assert min(lengths.choose([0.97] * 16, [4] * 16, 16)) >= 1  # where all of them draft as well it pays
 
 
 def drafting_lengths() -> DraftLengths:
@@ -217,6 +230,29 @@ class TimedExecutor(HashModelExecutor):
         logits = np.zeros((len(batch.logits_rows), 5), np.float32)
         logits[np.arange(len(logits)), (batch.token_ids[batch.logits_rows] + 1) % 5] = 9.0
         return logits
+
+
+@pytest.mark.parametrize(("requests", "share"), [(1, 1.0), (16, 0.5)])
+def test_many_are_looked_at_seldom_once_it_was_in_vain(requests: int, share: float) -> None:
+    """Always wrong drafts: a crowd is asked in few of the steps, one request in each."""
+    asked: list[int] = []
+
+    class Wrong(PartlyRight):
+        def propose(self, wanted: list[tuple[Sequence, int]]) -> list[Draft | None]:
+            asked.append(len(wanted))
+            return super().propose(wanted)
+
+    clock = SimulatedClock()
+    speculation = msgspec.structs.replace(ANY_DRAFTS, adaptive=True)
+    config = EngineConfig(max_context_len=512, max_num_seqs=64, max_num_batched_tokens=512, speculation=speculation)
+    core = EngineCore(TimedExecutor(clock), config, draft_engine=Wrong(lambda s: [0] * 300, 5, right=0.0), clock=clock)
+    for i in range(requests):
+        core.add_request(make_request(f"r{i}", [i % 5], max_tokens=200))
+    steps = 0
+    while core.has_work():
+        core.step()
+        steps += 1
+    assert 0.1 * steps < len(asked) <= share * steps
 
 
 def simulated_seconds(requests: int, right: float | None) -> float:
