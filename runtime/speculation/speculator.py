@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # A free draft gives way to a draft engine that was accepted so much more often.
 _WORTH_DRAFTING = 0.8
-# With so many sequences drafts seldom pay, and to look for them takes a fortieth of a step: where none was found worth
-# its while, the next look comes so many steps later.
-_CROWD, _LOOK_EVERY = 8, 4
+# With so many sequences drafts seldom pay, and to look for them takes a fortieth of a step, or with a head a seventh:
+# where none was found worth its while, the next look comes so many steps later, then twice as many, up to a bound.
+_CROWD, _FIRST_REST, _LONGEST_REST = 8, 4, 16
 
 
 @dataclass(slots=True)
@@ -69,7 +69,8 @@ class Speculator:
         self._stats = stats
         self._clock = clock
         self._drafting_seconds = 0.0  # of the step under way
-        self._in_vain = 0  # steps since drafts were looked for, none of which was worth its while
+        # Steps without a look at a crowd's drafts that are still to come, and so many of them after the next vain one.
+        self._rest, self._next_rest = 0, _FIRST_REST
         # Asked once: an instance check against a protocol takes as long as much else of a step.
         self._confident = {proposer.name: proposer for proposer in proposers if isinstance(proposer, ConfidentProposer)}
         self._free = {proposer.name for proposer in proposers if proposer.is_free}
@@ -95,16 +96,20 @@ class Speculator:
         if may_draft and self._looks(len(ready)) and self.lengths.pays(num_tokens, len(ready)):
             self._draft(ready, num_tokens)
             self._cut_to_room(ready, room - num_tokens)
-            self._in_vain = 0 if any(sequence.draft_token_ids for sequence in ready) else 1
+            self._looked(found=any(sequence.draft_token_ids for sequence in ready))
         self._drafting_seconds = self._clock() - began
         self._stats.spec_decode_draft_seconds += self._drafting_seconds
 
     def _looks(self, num_sequences: int) -> bool:
         """Whether this is a step to look for drafts in."""
-        if self._in_vain and self.lengths.adaptive and num_sequences >= _CROWD:
-            self._in_vain = (self._in_vain + 1) % (_LOOK_EVERY + 1)
-            return not self._in_vain
-        return True
+        if num_sequences < _CROWD or not self.lengths.adaptive:
+            return True
+        self._rest -= 1
+        return self._rest < 0
+
+    def _looked(self, *, found: bool) -> None:
+        self._rest = 0 if found else self._next_rest
+        self._next_rest = _FIRST_REST if found else min(2 * self._next_rest, _LONGEST_REST)
 
     def may_draft(self, running: Iterable[Request]) -> bool:
         """Whether any of the running requests may be drafted for before the next step."""
