@@ -21,6 +21,8 @@ _TRIES = 4
 # What a token more is taken to cost where no larger step was measured yet, as a share of a step of one: hopeful, so
 # that larger steps are tried and measured.
 _HOPE = 0.04
+# From so many tokens on arithmetic counts: beyond them a token more is hoped to cost so much of what the last ones did.
+_CROWDED, _HOPE_OF_SLOPE = 12, 0.7
 # Sizes that were not seen for so many steps are forgotten, and so tried again.
 _STALE = 4000
 # Kernels take rows in tiles: a row more than whole ones costs as much as many.
@@ -92,7 +94,11 @@ class StepCosts:
         at = bisect_left(curve, (num_tokens, 0.0))
         if at == len(curve):
             size, seconds = curve[-1]
-            return seconds + _HOPE * curve[0][1] * (num_tokens - size)
+            more = _HOPE * curve[0][1]
+            if size > _CROWDED and len(curve) > 1:
+                before, less = curve[-2]
+                more = max(more, _HOPE_OF_SLOPE * (seconds - less) / (size - before))
+            return seconds + more * (num_tokens - size)
         size, seconds = curve[at]
         if at == 0:
             return seconds

@@ -21,8 +21,9 @@ _PRIOR, _PRIOR_WEIGHT = 0.6, 8.0
 # How many tokens' worth the measure of all requests is to a new one.
 _SHARED_WEIGHT = 12.0
 _FORGET_ALL, _FORGET_ONE = 0.998, 0.95
-# A gain smaller than this is not worth the risk of a wrong estimate.
-_MARGIN = 1.03
+# A gain smaller than this is not worth the risk of a wrong estimate. Where many sequences run estimates are worse, and
+# there is less to gain.
+_MARGIN, _CROWD, _MARGIN_OF_CROWD = 1.03, 8, 1.12
 # Who drafts nothing tries a single token so often (steps); and where all draft all the time, none does.
 _PROBE_EVERY = 64
 # A proposer that is not free tries more seldom the more is known of it, so many steps apart for each token that was
@@ -125,7 +126,7 @@ class DraftLengths:
         base, more = self.costs.predict(num_tokens), self.costs.predict(num_tokens + num_sequences)
         if base is None or more is None:
             return False
-        return (num_tokens + num_sequences) / more > _MARGIN * num_tokens / base
+        return (num_tokens + num_sequences) / more > _margin(num_tokens) * num_tokens / base
 
     def rests(self, num_tokens: int) -> bool:
         """Whether to draft nothing for once, so that a plain step is measured again."""
@@ -149,7 +150,7 @@ class DraftLengths:
             reverse=True,
         )
         round_seconds = self._round_seconds(source, base, len(most)) if source else 0.0
-        best, least = 0, base * num_tokens / _MARGIN
+        best, least = 0, base * num_tokens / _margin(num_tokens)
         waits, rounds = float(num_tokens), 0
         for taken, (gain, negative, _) in enumerate(gains, 1):
             waits -= gain
@@ -219,6 +220,10 @@ class DraftLengths:
             step = self.costs.predict(num_tokens + num_sequences * length) or base
             costs.append((step + drafting) * _waits(num_tokens, num_sequences, expected))
         return costs
+
+
+def _margin(num_tokens: int) -> float:
+    return _MARGIN if num_tokens < _CROWD else _MARGIN_OF_CROWD
 
 
 def _waits(num_tokens: int, num_sequences: int, expected: float) -> float:

@@ -168,6 +168,20 @@ def test_costs_are_joined_and_rise() -> None:
     assert costs.predict(12) == pytest.approx((1.9 + 4.0) / 2)
 
 
+def test_a_crowd_is_not_hoped_to_grow_for_nothing() -> None:
+    """Sixteen tokens took a third more than twelve: what more of them cost is guessed by that, not by a step of one."""
+    costs = StepCosts()
+    for size, seconds in {1: 1.0, 12: 1.5, 16: 2.0}.items():
+        for _ in range(8):
+            costs.observe(size, seconds)
+    assert costs.predict(32) == pytest.approx(2.0 + 16 * 0.7 * 0.125)
+    few = StepCosts()
+    for size, seconds in {1: 1.0, 2: 1.4}.items():
+        for _ in range(8):
+            few.observe(size, seconds)
+    assert few.predict(8) == pytest.approx(1.4 + 6 * 0.04)  # tried, whatever a second one cost
+
+
 def test_one_slow_step_changes_little() -> None:
     costs = StepCosts()
     for _ in range(20):
