@@ -11,7 +11,7 @@ namespace {
 
 constexpr Isa kBestFirst[] = {Isa::amx, Isa::avx512_bf16, Isa::avx512_vnni, Isa::avx_vnni, Isa::avx2, Isa::portable};
 
-// With fewer rows than this a product waits for memory: each thread streams one stretch of the weights.
+// With fewer rows than this a product waits for memory, or nearly: each thread streams few stretches of the weights.
 constexpr size_t kRowsOfStream = 33;
 constexpr size_t kRowsOfTask = 128;  // their activations stay in the second-level cache
 

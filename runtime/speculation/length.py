@@ -23,7 +23,8 @@ _SHARED_WEIGHT = 12.0
 _FORGET_ALL, _FORGET_ONE = 0.998, 0.95
 # A gain smaller than this is not worth the risk of a wrong estimate. Where many sequences run estimates are worse, and
 # there is less to gain.
-_MARGIN, _CROWD, _MARGIN_OF_CROWD = 1.03, 8, 1.12
+_MARGIN, _MARGIN_OF_CROWD = 1.03, 1.12
+CROWD = 8  # sequences, or tokens, that are many
 # Who drafts nothing tries a single token so often (steps); and where all draft all the time, none does.
 _PROBE_EVERY = 64
 # A proposer that is not free tries more seldom the more is known of it, so many steps apart for each token that was
@@ -223,7 +224,7 @@ class DraftLengths:
 
 
 def _margin(num_tokens: int) -> float:
-    return _MARGIN if num_tokens < _CROWD else _MARGIN_OF_CROWD
+    return _MARGIN if num_tokens < CROWD else _MARGIN_OF_CROWD
 
 
 def _waits(num_tokens: int, num_sequences: int, expected: float) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from runtime.sequence import Request, Sequence
 from runtime.speculation.config import SpeculationConfig
-from runtime.speculation.length import Acceptance, DraftLengths
+from runtime.speculation.length import CROWD, Acceptance, DraftLengths
 from runtime.speculation.ngram import NgramProposer
 from runtime.speculation.proposer import ConfidentProposer, Draft, HiddenReader, Proposer
 from runtime.speculation.suffix import SuffixProposer
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # A free draft gives way to a draft engine that was accepted so much more often.
 _WORTH_DRAFTING = 0.8
-# With so many sequences drafts seldom pay, and to look for them takes a fortieth of a step, or with a head a seventh:
+# For a crowd drafts seldom pay, and to look for them takes a fortieth of a step, or with a head a seventh:
 # where none was found worth its while, the next look comes so many steps later, then twice as many, up to a bound.
-_CROWD, _FIRST_REST, _LONGEST_REST = 8, 4, 16
+_FIRST_REST, _LONGEST_REST = 4, 16
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class Speculator:
 
     def _looks(self, num_sequences: int) -> bool:
         """Whether this is a step to look for drafts in."""
-        if num_sequences < _CROWD or not self.lengths.adaptive:
+        if num_sequences < CROWD or not self.lengths.adaptive:
             return True
         self._rest -= 1
         return self._rest < 0
