@@ -115,7 +115,7 @@ class Harvester:
         if targets:
             tokens = sample_and_verify(self.sampler, logits, targets, rows, sampled)
             if hidden is not None and self.speculator is not None:
-                self.speculator.take_hidden(hidden, targets, rows, map(len, tokens))
+                self.speculator.take_hidden(hidden, targets, rows, [len(new) for new in tokens])
             self._take_tokens(targets, tokens, deltas)
         return deltas
 

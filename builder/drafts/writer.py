@@ -85,10 +85,13 @@ class _Reader:
     def propose(self, wanted: Sequence[tuple[Running, int]]) -> list[Draft | None]:
         return [None] * len(wanted)
 
-    def take_hidden(self, sequence: Running, hidden: NDArray[np.float32]) -> None:
-        name = sequence.request.message.request_id
-        if name.startswith(_ANSWER):
-            self.states.setdefault(name, []).append(hidden.astype(np.float16))
+    def take_hidden(
+        self, hidden: NDArray[np.float32], sequences: Sequence[Running], rows: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        for sequence, row, count in zip(sequences, rows, counts, strict=True):
+            name = sequence.request.message.request_id
+            if name.startswith(_ANSWER):
+                self.states.setdefault(name, []).append(hidden[row : row + count].astype(np.float16))
 
     def release(self, sequence: Running, *, complete: bool) -> None: ...
 

@@ -8,5 +8,6 @@ draft_engine  a smaller engine with the same vocabulary
 head_engine   an EAGLE-style head on the target's hidden states
 verification  the target's logits against the drafts
 length        how many tokens to draft: measured acceptance against measured step times
+crowd         whether to draft where many sequences run: what it saved against what it may lose
 speculator    all of it, for one engine core
 """

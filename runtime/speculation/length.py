@@ -9,12 +9,14 @@ a second that counted: the batch is over with its slowest.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
 from runtime.speculation.confidence import Calibration
 from runtime.speculation.costs import StepCosts
+from runtime.speculation.crowd import CROWD
 
 # What is taken for granted before anything was measured, and how many tokens' worth it is.
 _PRIOR, _PRIOR_WEIGHT = 0.6, 8.0
@@ -24,7 +26,6 @@ _FORGET_ALL, _FORGET_ONE = 0.998, 0.95
 # A gain smaller than this is not worth the risk of a wrong estimate. Where many sequences run estimates are worse, and
 # there is less to gain.
 _MARGIN, _MARGIN_OF_CROWD = 1.03, 1.12
-CROWD = 8  # sequences, or tokens, that are many
 # Who drafts nothing tries a single token so often (steps); and where all draft all the time, none does.
 _PROBE_EVERY = 64
 # A proposer that is not free tries more seldom the more is known of it, so many steps apart for each token that was
@@ -36,6 +37,7 @@ _NEGLIGIBLE = 0.02
 # What a round of a draft engine is taken to cost before one was measured, as a share of a step.
 _HOPED_ROUND = 0.1
 _TRIES = 4  # rounds before that
+_NO_LIMIT = 2**30  # tokens
 
 
 @dataclass(slots=True)
@@ -134,9 +136,20 @@ class DraftLengths:
         due = self._steps % _PROBE_EVERY == _PROBE_EVERY // 2 and self.costs.since_seen(num_tokens) > _PROBE_EVERY
         return self.adaptive and (due or self.costs.doubts(num_tokens))
 
-    def choose(self, chances: Listed[float], most: Listed[int], num_tokens: int, source: str = "") -> list[int]:
+    def most_beside(self, num_tokens: int, room: int, ratio: float) -> int:
+        """How many tokens, at most `room`, a step may have beside `num_tokens` and take `ratio` of their time."""
+        base = self.costs.predict(num_tokens)
+        if base is None:
+            return room
+        sizes = range(num_tokens + 1, num_tokens + max(0, room) + 1)
+        return bisect_right(sizes, ratio * base, key=lambda size: self.costs.predict(size) or 0.0)
+
+    def choose(
+        self, chances: Listed[float], most: Listed[int], num_tokens: int, source: str = "", room: int = _NO_LIMIT
+    ) -> list[int]:
         """Lengths for drafts with these chances and lengths at most, beside `num_tokens` tokens that are computed
-        anyway. `source`: a proposer that is not free and has yet to draft, whose rounds count."""
+        anyway, and `room` tokens in all. `source`: a proposer that is not free and has yet to draft, whose rounds
+        count."""
         if not self.adaptive:
             return list(most)
         base = self.costs.predict(num_tokens)
@@ -153,7 +166,7 @@ class DraftLengths:
         round_seconds = self._round_seconds(source, base, len(most)) if source else 0.0
         best, least = 0, base * num_tokens / _margin(num_tokens)
         waits, rounds = float(num_tokens), 0
-        for taken, (gain, negative, _) in enumerate(gains, 1):
+        for taken, (gain, negative, _) in enumerate(gains[: max(0, room)], 1):
             waits -= gain
             rounds = max(rounds, -negative)
             cost = ((self.costs.predict(num_tokens + taken) or base) + round_seconds * rounds) * waits

@@ -46,8 +46,11 @@ class Draft:
 class HiddenReader(Protocol):
     """A proposer that drafts from the target's hidden states."""
 
-    def take_hidden(self, sequence: Sequence, hidden: NDArray[np.float32]) -> None:
-        """The states [k, H] that the sequence's next k tokens, about to be appended, were read off."""
+    def take_hidden(
+        self, hidden: NDArray[np.float32], sequences: Listed[Sequence], rows: Listed[int], counts: Listed[int]
+    ) -> None:
+        """The states [R, H] of a step, to keep: each sequence's new tokens, about to be appended, `counts` of them,
+        were read off the rows from its entry of `rows` on."""
         ...
 
 

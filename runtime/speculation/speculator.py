@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from runtime.sequence import Request, Sequence
 from runtime.speculation.config import SpeculationConfig
-from runtime.speculation.length import CROWD, Acceptance, DraftLengths
+from runtime.speculation.crowd import CROWD, CrowdDrafting
+from runtime.speculation.length import Acceptance, DraftLengths
 from runtime.speculation.ngram import NgramProposer
 from runtime.speculation.proposer import ConfidentProposer, Draft, HiddenReader, Proposer
 from runtime.speculation.suffix import SuffixProposer
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 
 # A free draft gives way to a draft engine that was accepted so much more often.
 _WORTH_DRAFTING = 0.8
-# For a crowd drafts seldom pay, and to look for them takes a fortieth of a step, or with a head a seventh:
-# where none was found worth its while, the next look comes so many steps later, then twice as many, up to a bound.
-_FIRST_REST, _LONGEST_REST = 4, 16
+# A step that took so many times what it was expected to was held up by something else.
+_OUTLIER = 1.6
 
 
 @dataclass(slots=True)
@@ -68,9 +68,12 @@ class Speculator:
         self.lengths = DraftLengths(config.num_speculative_tokens, adaptive=config.adaptive)
         self._stats = stats
         self._clock = clock
-        self._drafting_seconds = 0.0  # of the step under way
-        # Steps without a look at a crowd's drafts that are still to come, and so many of them after the next vain one.
-        self._rest, self._next_rest = 0, _FIRST_REST
+        self._crowd = CrowdDrafting()
+        # Of the step under way: who was given drafts, whether they were looked for, and what that took; then, of each
+        # sequence whose draft was verified, the part of its wait for a token that this saved.
+        self._drafted: list[Sequence] = []
+        self._looked = False
+        self._drafting_seconds = self._waits_saved = 0.0
         # Asked once: an instance check against a protocol takes as long as much else of a step.
         self._confident = {proposer.name: proposer for proposer in proposers if isinstance(proposer, ConfidentProposer)}
         self._free = {proposer.name for proposer in proposers if proposer.is_free}
@@ -79,41 +82,45 @@ class Speculator:
 
     # --- before a step -----------------------------------------------------------------------------------------
 
-    def draft(self, running: Iterable[Request], *, room: int) -> None:
+    def draft(self, running: Listed[Request], *, room: int) -> None:
         """Set `draft_token_ids` of the running requests' sequences. `room`: tokens of all of them in the step."""
+        for sequence in self._drafted:  # those that were not run
+            sequence.draft_token_ids, sequence.draft_distributions = [], None
+        self._drafted = []
+        self._looked, self._drafting_seconds, self._waits_saved = False, 0.0, 0.0
+        self.lengths.begin_step()
+        if not self._looks(running):
+            return
         began = self._clock()
         ready: list[Sequence] = []
-        num_tokens = 0
+        num_sequences = num_tokens = 0
         for request in running:
             for sequence in request.live:
-                sequence.draft_token_ids, sequence.draft_distributions = [], None
                 missing = len(sequence.tokens) - sequence.num_computed
+                num_sequences += 1
                 num_tokens += missing
                 if missing == 1 and self._may_draft(request, sequence):
                     ready.append(sequence)
-        self.lengths.begin_step()
-        may_draft = self.enabled and ready and num_tokens < room and not self.lengths.rests(num_tokens)
-        if may_draft and self._looks(len(ready)) and self.lengths.pays(num_tokens, len(ready)):
-            self._draft(ready, num_tokens)
-            self._cut_to_room(ready, room - num_tokens)
-            self._looked(found=any(sequence.draft_token_ids for sequence in ready))
+        room -= num_tokens
+        if self._is_crowd(running):  # no more than may be lost, and none beside a prompt: that is no step to learn from
+            room = self.lengths.most_beside(num_tokens, room, 1.0 + self._crowd.balance)
+            room *= num_tokens == num_sequences
+        if ready and room > 0 and not self.lengths.rests(num_tokens) and self.lengths.pays(num_tokens, len(ready)):
+            self._looked = True
+            self._draft(ready, num_tokens, room)
         self._drafting_seconds = self._clock() - began
         self._stats.spec_decode_draft_seconds += self._drafting_seconds
 
-    def _looks(self, num_sequences: int) -> bool:
-        """Whether this is a step to look for drafts in."""
-        if num_sequences < CROWD or not self.lengths.adaptive:
-            return True
-        self._rest -= 1
-        return self._rest < 0
+    def _looks(self, running: Listed[Request], after: int = 0) -> bool:
+        """Whether the next step, or the one `after` so many, is one to look for drafts in."""
+        return self.enabled and (not self._is_crowd(running) or self._crowd.looks(after))
 
-    def _looked(self, *, found: bool) -> None:
-        self._rest = 0 if found else self._next_rest
-        self._next_rest = _FIRST_REST if found else min(2 * self._next_rest, _LONGEST_REST)
+    def _is_crowd(self, running: Listed[Request]) -> bool:
+        return self.lengths.adaptive and sum([len(request.live) for request in running]) >= CROWD
 
-    def may_draft(self, running: Iterable[Request]) -> bool:
-        """Whether any of the running requests may be drafted for before the next step."""
-        return self.enabled and any(
+    def may_draft(self, running: Listed[Request]) -> bool:
+        """Whether any of the running requests may be drafted for before the step after the one that runs."""
+        return self._looks(running, after=1) and any(
             self._may_draft(request, sequence) for request in running for sequence in request.live
         )
 
@@ -127,8 +134,9 @@ class Speculator:
         left = sequence.request.max_total_tokens - len(sequence.tokens) - 1
         return min(self.lengths.max_length, left)
 
-    def _draft(self, ready: list[Sequence], num_tokens: int) -> None:
-        """Each proposer in turn drafts for the sequences that those before it left; then the lengths are chosen."""
+    def _draft(self, ready: list[Sequence], num_tokens: int, room: int) -> None:
+        """Each proposer in turn drafts for the sequences that those before it left; then the lengths are chosen. No
+        more than `room` tokens in all."""
         drafts: dict[Sequence, Draft] = {}
         left = ready
         for index, proposer in enumerate(self.proposers):
@@ -137,7 +145,7 @@ class Speculator:
             if proposer.is_free:
                 wanted = [(sequence, self._most(sequence)) for sequence in left]
             else:
-                wanted = self._affordable(proposer, left, num_tokens)
+                wanted = self._affordable(proposer, left, num_tokens, room)
             if not wanted:
                 continue
             began = self._clock()
@@ -159,6 +167,7 @@ class Speculator:
             [self._chance(sequence, draft.source, draft.level) for sequence, draft in free],
             [len(draft.token_ids) for _, draft in free],
             num_tokens + paid,
+            room=room - paid,
         )
         for (_, draft), length in zip(free, lengths, strict=True):
             draft.cut(length)
@@ -166,10 +175,11 @@ class Speculator:
             sequence.draft_token_ids, sequence.draft_distributions = draft.token_ids, draft.distributions
             memory = _memory(sequence)
             memory.source, memory.level, memory.confidences = draft.source, draft.level, draft.confidences
+        self._drafted = [*drafts]
+        self._cut_to_room(room)
 
-    @staticmethod
-    def _cut_to_room(ready: list[Sequence], room: int) -> None:
-        for sequence in ready:
+    def _cut_to_room(self, room: int) -> None:
+        for sequence in self._drafted:
             room -= len(sequence.draft_token_ids)
             if room < 0:
                 del sequence.draft_token_ids[room:]
@@ -177,13 +187,16 @@ class Speculator:
                     del sequence.draft_distributions[room:]
                 room = 0
 
-    def _affordable(self, proposer: Proposer, left: list[Sequence], num_tokens: int) -> list[tuple[Sequence, int]]:
+    def _affordable(
+        self, proposer: Proposer, left: list[Sequence], num_tokens: int, room: int
+    ) -> list[tuple[Sequence, int]]:
         """How far to let a proposer draft that is not free: decided before it does, from earlier acceptance alone."""
         lengths = self.lengths.choose(
             [self._chance(sequence, proposer.name, 0) for sequence in left],
             [self._most(sequence) for sequence in left],
             num_tokens,
             proposer.name,
+            room,
         )
         return [(sequence, length) for sequence, length in zip(left, lengths, strict=True) if length]
 
@@ -229,6 +242,7 @@ class Speculator:
         self.lengths.observe_draft(memory.acceptance, memory.source, memory.level, num_accepted, num_drafted)
         if memory.confidences:
             self.lengths.observe_confidences(memory.source, memory.confidences[:num_drafted], num_accepted)
+        self._waits_saved += 1.0 - 1.0 / (1 + num_accepted)
         stats.spec_decode_num_drafts += 1
         stats.spec_decode_num_draft_tokens += num_drafted
         stats.spec_decode_num_accepted_tokens += num_accepted
@@ -239,21 +253,37 @@ class Speculator:
             per_position[position] += 1
 
     def take_hidden(
-        self, hidden: NDArray[np.float32], sequences: Iterable[Sequence], rows: Iterable[int], counts: Iterable[int]
+        self, hidden: NDArray[np.float32], sequences: Listed[Sequence], rows: Listed[int], counts: Listed[int]
     ) -> None:
-        """The target's hidden states [R, H] of a step: each sequence's new tokens, `counts` of them, were read off the
-        rows from its entry of `rows` on. Called before the tokens are appended."""
-        if not self._readers or not self.enabled:
-            return
-        hidden = hidden.copy()  # the executor's own
-        for sequence, row, count in zip(sequences, rows, counts, strict=True):
+        """See `HiddenReader`, but that `hidden` is the executor's own."""
+        if self._readers and self.enabled:
+            hidden = hidden.copy()
             for reader in self._readers:
-                reader.take_hidden(sequence, hidden[row : row + count])
+                reader.take_hidden(hidden, sequences, rows, counts)
 
     def observe_step(self, step: ScheduledStep, seconds: float) -> None:
         """A step has run, drafting included, in `seconds`."""
+        ran = seconds - self._drafting_seconds
         if not step.num_prefill_tokens and step.sequences:
-            self.lengths.observe_step(step.num_decode_tokens, seconds - self._drafting_seconds)
+            self.lengths.observe_step(step.num_decode_tokens, ran)
+        if self._looked:
+            self._crowd.settle(self._saved(step, ran))
+        else:
+            self._crowd.passed()
+        self._looked, self._drafting_seconds = False, 0.0
+
+    def _saved(self, step: ScheduledStep, seconds: float) -> float:
+        """Of the time of a plain step, the part that one with drafts, which ran so long, was quicker by."""
+        num_sequences = step.num_decode_tokens - step.num_draft_tokens
+        base, larger = (self.lengths.costs.predict(size) for size in (num_sequences, step.num_decode_tokens))
+        if not base or not larger:
+            return 0.0
+        if not step.num_draft_tokens:
+            seconds = base
+        elif step.num_prefill_tokens:
+            seconds = larger
+        waits = 1.0 - self._waits_saved / num_sequences
+        return 1.0 - (min(seconds, _OUTLIER * larger) + self._drafting_seconds) * waits / base
 
     def release(self, sequences: Iterable[Sequence], *, complete: bool) -> None:
         """Sequences are over. `complete`: as they should be, not by an abort or an error."""

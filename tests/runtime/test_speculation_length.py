@@ -20,6 +20,7 @@ from runtime.sequence import Sequence
 from runtime.speculation.confidence import Calibration
 from runtime.speculation.config import SpeculationConfig, parse_speculation
 from runtime.speculation.costs import StepCosts
+from runtime.speculation.crowd import CROWD, CrowdDrafting
 from runtime.speculation.length import Acceptance, DraftLengths
 from runtime.speculation.proposer import Draft
 
@@ -235,18 +236,18 @@ def test_sizes_between_two_that_are_known_agree_with_both() -> None:
 class TimedExecutor(HashModelExecutor):
     """Says the next number each time. A step takes simulated time: bound by memory up to 8 tokens, then not."""
 
-    def __init__(self, clock: SimulatedClock):
+    def __init__(self, clock: SimulatedClock, a_token: float = 0.00044):
         super().__init__(5, num_blocks=2000, block_size=16)
-        self._clock = clock
+        self._clock, self._a_token = clock, a_token
 
     def run(self, batch: StepBatch) -> np.ndarray:
-        self._clock.wait(0.006 + 0.00044 * max(0, len(batch.token_ids) - 8))
+        self._clock.wait(0.006 + self._a_token * max(0, len(batch.token_ids) - 8))
         logits = np.zeros((len(batch.logits_rows), 5), np.float32)
         logits[np.arange(len(logits)), (batch.token_ids[batch.logits_rows] + 1) % 5] = 9.0
         return logits
 
 
-@pytest.mark.parametrize(("requests", "share"), [(1, 1.0), (16, 0.5)])
+@pytest.mark.parametrize(("requests", "share"), [(1, 1.0), (16, 0.2)])
 def test_many_are_looked_at_seldom_once_it_was_in_vain(requests: int, share: float) -> None:
     """Always wrong drafts: a crowd is asked in few of the steps, one request in each."""
     asked: list[int] = []
@@ -266,10 +267,12 @@ def test_many_are_looked_at_seldom_once_it_was_in_vain(requests: int, share: flo
     while core.has_work():
         core.step()
         steps += 1
-    assert 0.1 * steps < len(asked) <= share * steps
+    assert 0.05 * steps < len(asked) <= share * steps
 
 
-def simulated_seconds(requests: int, right: float | None) -> float:
+def simulated_seconds(
+    requests: int, right: float | None, kind: type[PartlyRight] = PartlyRight, a_token: float = 0.00044
+) -> float:
     """Of so many requests; `right`: the share of drafted tokens that is right, None: no drafts."""
     clock = SimulatedClock()
     config = EngineConfig(max_context_len=512, max_num_seqs=64, max_num_batched_tokens=512)
@@ -277,10 +280,10 @@ def simulated_seconds(requests: int, right: float | None) -> float:
     if right is not None:
         speculation = msgspec.structs.replace(ANY_DRAFTS, adaptive=True, num_speculative_tokens=8)
         config = msgspec.structs.replace(config, speculation=speculation)
-        drafter = PartlyRight(
+        drafter = kind(
             lambda s: [(s.request.message.prompt_token_ids[-1] + 1 + i) % 5 for i in range(300)], 5, right=right, seed=1
         )
-    core = EngineCore(TimedExecutor(clock), config, draft_engine=drafter, clock=clock)
+    core = EngineCore(TimedExecutor(clock, a_token), config, draft_engine=drafter, clock=clock)
     for i in range(requests):
         core.add_request(make_request(f"r{i}", [i % 5], max_tokens=200))
     while core.has_work():
@@ -293,9 +296,47 @@ def simulated_seconds(requests: int, right: float | None) -> float:
 def test_speculation_pays_or_switches_itself_off(requests: int, right: float) -> None:
     """Never more than 3 % slower than plain decoding, at any load and acceptance; far faster where it can be."""
     speedup = simulated_seconds(requests, None) / simulated_seconds(requests, right)
-    assert speedup > 0.97
+    assert speedup > (0.985 if requests >= CROWD else 0.97)
     if requests == 1 and right == 0.9:
         assert speedup > 3
+
+
+def test_what_a_crowd_may_lose_is_bounded_whatever_it_is_told() -> None:
+    """Every look that may be taken is taken, and loses a fifth of a step."""
+    crowd, lost = CrowdDrafting(), 0.0
+    for _ in range(2000):
+        if crowd.looks():
+            crowd.settle(-0.2)
+            lost += 0.2
+        else:
+            crowd.passed()
+    assert 10 < lost < 2000 * 0.01 + 1.2
+
+
+def test_a_crowd_that_saves_looks_at_every_step() -> None:
+    crowd = CrowdDrafting()
+    for _ in range(100):
+        assert crowd.looks()
+        crowd.settle(0.3)
+    assert crowd.balance == pytest.approx(4.0, abs=0.1), "what was saved long ago does not count for ever"
+    crowd.settle(-0.1)
+    assert not crowd.looks()
+    assert crowd.looks(after=4)
+
+
+def test_estimates_that_are_wrong_again_and_again_cost_a_crowd_little() -> None:
+    """Drafts are right for twenty looks, so that they are believed in, and then wrong for as many."""
+
+    class Treacherous(PartlyRight):
+        def propose(self, wanted: list[tuple[Sequence, int]]) -> list[Draft | None]:
+            self._right = 1.0 if len(asked) // 20 % 2 == 0 else 0.0
+            asked.append(len(wanted))
+            return super().propose(wanted)
+
+    asked: list[int] = []
+    plain = simulated_seconds(16, None, a_token=0.0002)
+    assert plain / simulated_seconds(16, 1.0, Treacherous, a_token=0.0002) > 0.985
+    assert len(asked) > 20, "it was looked again once they were wrong"
 
 
 def test_drafts_take_no_room_from_a_prompt() -> None:
