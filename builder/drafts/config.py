@@ -53,6 +53,27 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
         if self.vocab_size < 64:
             raise PlancastError(f"draft training: vocab_size is {self.vocab_size}: give 64 or more")
 
+    def command(self, recipe: str) -> str:
+        """The command line that trains with these settings for the recipe of this name."""
+        options = {
+            "kind": self.kind,
+            "seed": self.seed,
+            "tokens": self.corpus_tokens,
+            "steps": self.steps,
+            "layers": self.num_layers,
+            "vocab-size": self.vocab_size,
+            "max-answer": self.max_answer,
+            "batch-requests": self.batch_requests,
+            "learning-rate": f"{self.learning_rate:g}",
+            "batch-tokens": self.batch_tokens,
+            "evaluate-every": self.evaluate_every,
+        }
+        if self.kind == "head":
+            options["passes"] = self.passes
+        if self.start_head:
+            options["start-head"] = self.start_head
+        return f"plancast draft train {recipe} " + " ".join(f"--{name} {value}" for name, value in options.items())
+
     def key(self, names: tuple[str, ...]) -> str:
         """Tells whether what was made with other values may be gone on with."""
         chosen = {name: getattr(self, name) for name in names}

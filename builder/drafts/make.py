@@ -105,7 +105,7 @@ def _draft_recipe(recipe: Recipe, folder: Path, name: str) -> Recipe:
     from builder.recipe import recipe_from_dict, recipe_to_dict
 
     value = recipe_to_dict(recipe)
-    value |= {"name": name, "model": str(folder.resolve()), "speculation": {}}
+    value |= {"name": name, "model": str(folder.resolve()), "speculation": {}, "draft_head": None}
     value["weights"] |= {"dtype": "int8"}
     value["parity"] |= {"enabled": False}
     value["quality"] = {}
@@ -127,8 +127,7 @@ def _card(recipe: Recipe, config: DraftTraining, acceptance: Acceptance, num_par
             f"- tokens that a verification of {config.draft_length} drafted tokens brings: {acceptance.length:.2f}",
             "",
             f'Use: `plancast serve TARGET --speculative-config \'{{"model": "DRAFT"}}\'`. To make it again: '
-            f"`plancast draft train {recipe.name} --seed {config.seed} --tokens {config.corpus_tokens} "
-            f"--steps {config.steps} --layers {config.num_layers} --vocab-size {config.vocab_size}`.",
+            f"`{config.command(recipe.name)}`.",
             "",
             "The weights remain under the licence of the model they were made from.",
             "",

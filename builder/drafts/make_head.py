@@ -82,22 +82,6 @@ def _card(
 ) -> str:
     shares = ", ".join(f"{share:.1%}" for share in acceptance.by_position)
     layers = "one decoder layer" if config.num_layers == 1 else f"{config.num_layers} decoder layers"
-    options = {
-        "seed": config.seed,
-        "tokens": config.corpus_tokens,
-        "steps": config.steps,
-        "layers": config.num_layers,
-        "vocab-size": config.vocab_size,
-        "max-answer": config.max_answer,
-        "batch-requests": config.batch_requests,
-        "learning-rate": f"{config.learning_rate:g}",
-        "passes": config.passes,
-        "batch-tokens": config.batch_tokens,
-        "evaluate-every": config.evaluate_every,
-    }
-    if config.start_head:
-        options["start-head"] = config.start_head
-    again = " ".join(f"--{name} {value}" for name, value in options.items())
     return "\n".join(
         [
             f"# A head for {recipe.model}",
@@ -114,7 +98,7 @@ def _card(
             "",
             "Use, in a recipe: `draft_head: NAME_OR_FOLDER` and `speculation: eagle`. To make it again:",
             "",
-            f"    plancast draft train {recipe.name} --kind head {again}",
+            f"    {config.command(recipe.name)}",
             "",
             "The weights remain under the licence of the model they were made from"
             + (f" ({licence})." if licence else "."),

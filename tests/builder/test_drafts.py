@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -77,7 +77,7 @@ def test_from_target_to_draft(tmp_path: Path) -> None:
     assert len(made.acceptance.by_position) == CONFIG.draft_length
     table = json.loads((made.artifact / "draft_vocabulary.json").read_text())
     assert len(table["target_ids"]) == 512
-    assert "plancast draft train" in (made.artifact / "draft_card.md").read_text()
+    assert CONFIG.command(recipe.name) in (made.artifact / "draft_card.md").read_text()
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     texts = []
     for config in (None, {"model": str(made.artifact), "adaptive": False}):
@@ -86,6 +86,37 @@ def test_from_target_to_draft(tmp_path: Path) -> None:
             drafted = llm.stats().spec_decode_num_draft_tokens
     assert texts[0] == texts[1]
     assert drafted > 0
+
+
+def test_a_draft_has_no_head(tmp_path: Path) -> None:
+    """The target's head, which its recipe names, fits the target alone."""
+    from builder.drafts.make import _draft_recipe
+
+    recipe = msgspec.structs.replace(tiny_recipe(tiny_workshop() / "model"), draft_head="smollm2-135m-instruct-eagle")
+    assert _draft_recipe(recipe, tmp_path, "draft").draft_head is None
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_card_tells_a_command_that_makes_the_same(
+    kind: Literal["head", "model"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    from builder.draft_cli import register
+
+    config = DraftTraining(kind=kind, seed=3, steps=7, batch_tokens=512, learning_rate=1e-4)
+    seen: list[DraftTraining] = []
+
+    def note(*arguments: Any) -> None:
+        seen.append(arguments[4])
+        raise PlancastError("no training here")
+
+    monkeypatch.setattr("builder.drafts.make.train_draft", note)
+    app = typer.Typer()
+    register(app)
+    CliRunner().invoke(app, config.command("smollm2-135m-cpu").split()[1:])
+    assert seen == [config]
 
 
 def test_a_corpus_of_other_settings_is_not_mixed(tmp_path: Path) -> None:
