@@ -203,8 +203,9 @@ class EngineCore:
         self._deltas += self._harvester.harvest(step, logits, hidden, sampled)
         ended = self.clock()
         self.last_step = StepTimes(began, flight.scheduled, flight.built, ran, ended)
-        num_decodes = len(step.sequences) + step.num_draft_tokens
-        self.scheduler.step_time.observe(num_decodes, step.num_prefill_tokens, ended - began)
+        if self.config.tpot_slo is not None:  # nobody else asks
+            num_decodes = len(step.sequences) + step.num_draft_tokens
+            self.scheduler.step_time.observe(num_decodes, step.num_prefill_tokens, ended - began)
         if self.speculator is not None:
             self.speculator.observe_step(step, ended - began)
         self._stats.steps += 1

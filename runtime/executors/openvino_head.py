@@ -14,6 +14,7 @@ from plugins.linear.op import OP_TYPE
 from plugins.native import find_native
 from runtime.executors.batch_checks import check_ids
 from runtime.executors.kv_cache import CacheOwner
+from runtime.executors.one_sequence import OneSequence
 from runtime.executors.openvino_inputs import SCALAR, STEP_INPUTS
 from runtime.executors.openvino_model import OpenVINOEngine
 
@@ -50,6 +51,7 @@ class HeadExecutor(CacheOwner):
         for name, (field, dtype) in fields.items():
             width = model.input_widths[model.inputs[name]]
             self._fields.append((model.inputs[name], field, np.empty((0, width) if width else 0, dtype)))
+        self._one: OneSequence | None = None
         (self._cache_place,) = (place for name, place in model.inputs.items() if name not in STEP_INPUTS)
         self._results = [np.empty((0, width), np.float32) for width in model.widths]
         self.load_seconds = time.perf_counter() - began
@@ -77,20 +79,42 @@ class HeadExecutor(CacheOwner):
             value = getattr(batch, field)
             count = len(value)
             if count > len(array):
-                array = np.empty((max(count, _FEW_ROWS), *array.shape[1:]), array.dtype)
-                self._fields[at] = place, field, array
-                graph.set_input(place, array, count)
+                array = self._widen(at, count)
             array[:count] = value
             graph.set_length(place, count)
         rows = len(batch.logits_rows)
         if rows > len(self._results[0]):
-            self._results = [np.empty((max(rows, _FEW_ROWS), each.shape[1]), np.float32) for each in self._results]
-            for place, array in enumerate(self._results):
-                graph.set_output(place, array)
+            self._widen_results(rows)
         graph.run(self.num_threads)
         logits, hidden = self._results
         self.hidden_states = hidden[:rows]
         return logits[:rows]
+
+    def one_sequence(self, num_tokens: int, num_blocks: int) -> OneSequence | None:
+        """What runs a pass over so many tokens of one sequence with so many blocks; None where only `run` has room."""
+        if self._one is None:
+            for at, (_, _, array) in enumerate(self._fields):
+                if not len(array):
+                    self._widen(at, _FEW_ROWS)
+            if not len(self._results[0]):
+                self._widen_results(_FEW_ROWS)
+            fields = {field: (place, array) for place, field, array in self._fields}
+            self._one = OneSequence(self._graph, self.num_threads, fields, (self._results[0], self._results[1]))
+        return self._one if self._one.fits(num_tokens, num_blocks) else None
+
+    def _widen(self, at: int, rows: int) -> NDArray[Any]:
+        place, field, array = self._fields[at]
+        array = np.empty((max(rows, _FEW_ROWS), *array.shape[1:]), array.dtype)
+        self._fields[at] = place, field, array
+        self._graph.set_input(place, array, rows)
+        self._one = None
+        return array
+
+    def _widen_results(self, rows: int) -> None:
+        self._results = [np.empty((max(rows, _FEW_ROWS), each.shape[1]), np.float32) for each in self._results]
+        for place, array in enumerate(self._results):
+            self._graph.set_output(place, array)
+        self._one = None
 
     def close(self) -> None:
         """Free the cache. Idempotent."""

@@ -173,13 +173,18 @@ class Likeliest:
         self._share = np.empty(1, np.float32)
         self._to_share = self._share.ctypes.data
         self._exp = np.empty(0, np.float32)
+        # The last row and where it lies: to ask an array for its address takes as long as much of the rest.
+        self._row: NDArray[np.float32] | None = None
+        self._to_row = 0
 
     def __call__(self, row: NDArray[np.float32]) -> tuple[int, float]:
         """The id of the largest logit of `row` f32 [V], the lowest of equals, and its probability, right to 1e-5. Where
         that logit is not finite, the probability means nothing."""
         if self._kernels is not None:
-            row = np.ascontiguousarray(row)
-            token_id = self._kernels.likeliest(row.ctypes.data, row.size, self._to_share)
+            if row is not self._row:
+                self._row = row if row.flags.c_contiguous else np.ascontiguousarray(row)
+                self._to_row = self._row.ctypes.data
+            token_id = self._kernels.likeliest(self._to_row, row.size, self._to_share)
             return token_id, float(self._share[0])
         if self._exp.size != row.size:
             self._exp = np.empty_like(row)

@@ -166,6 +166,14 @@ class KvManager:
 
     # --- growth ------------------------------------------------------------------------------------------------
 
+    def has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the next tokens go into one block that is the sequence's own already: by far the most usual."""
+        table, start = sequence.block_ids, sequence.num_computed
+        at = (start + num_tokens - 1) // self.block_size
+        if at >= len(table) or start // self.block_size != at:
+            return False
+        return self.pool.ref_counts[table[at]] == 1 and not self.pool.cached[table[at]]
+
     def blocks_to_grow(self, sequences: list[Sequence], counts: list[int]) -> int:
         """Blocks that writing each sequence's next tokens takes, in this order: new ones, and copies of shared ones.
 

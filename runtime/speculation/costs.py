@@ -25,6 +25,8 @@ _HOPE = 0.04
 _CROWDED, _HOPE_OF_SLOPE = 12, 0.7
 # Sizes that were not seen for so many steps are forgotten, and so tried again.
 _STALE = 4000
+# Predictions are made for so many sizes at least.
+_AT_ONCE = 16
 # Kernels take rows in tiles: a row more than whole ones costs as much as many.
 _ANCHORS = (*range(1, 33), 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
 
@@ -34,8 +36,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        self._curve: list[tuple[int, float]] = []  # sizes ascending, seconds not descending
-        self._predicted: dict[int, float | None] = {}  # by these: asked many times between two steps
+        self._predicted: list[float] = []  # by number of tokens: asked many times between two steps
         self._seen_at: dict[int, int] = {}
         self._tries: dict[int, int] = {}
         self.steps = 0
@@ -60,14 +61,13 @@ class StepCosts:
         if self.steps % _STALE == 0:
             for old in [other for other, seen in self._seen_at.items() if self.steps - seen > _STALE]:
                 del self._seconds[old], self._seen_at[old], self._tries[old]
-        self._curve = []
-        self._predicted.clear()
+        self._predicted = []
 
     def _expected(self, num_tokens: int, size: int) -> float:
         """Seconds of a step of so many tokens by the means of the size that stands for them and of the next smaller."""
         mean = self._seconds[size]
-        before = max((other for other in self._seconds if other < size), default=0)
-        if not before or num_tokens >= size:
+        before = 0 if num_tokens >= size else max((other for other in self._seconds if other < size), default=0)
+        if not before:
             return mean
         less = self._seconds[before]
         return less + (mean - less) * (num_tokens - before) / (size - before)
@@ -81,29 +81,33 @@ class StepCosts:
 
     def predict(self, num_tokens: int) -> float | None:
         """Seconds of a step of so many tokens; None before the first measurement."""
-        if num_tokens not in self._predicted:
-            self._predicted[num_tokens] = self._predict(num_tokens)
-        return self._predicted[num_tokens]
+        if num_tokens < len(self._predicted):
+            return self._predicted[num_tokens]
+        return self.table(num_tokens)[num_tokens] if self._seconds else None
 
-    def _predict(self, num_tokens: int) -> float | None:
-        if not self._curve:
-            self._join()
-        curve = self._curve
-        if not curve:
-            return None
-        at = bisect_left(curve, (num_tokens, 0.0))
-        if at == len(curve):
-            size, seconds = curve[-1]
-            more = _HOPE * curve[0][1]
-            if size > _CROWDED and len(curve) > 1:
-                before, less = curve[-2]
-                more = max(more, _HOPE_OF_SLOPE * (seconds - less) / (size - before))
-            return seconds + more * (num_tokens - size)
-        size, seconds = curve[at]
-        if at == 0:
-            return seconds
-        before, less = curve[at - 1]
-        return less + (seconds - less) * (num_tokens - before) / (size - before)
+    def table(self, num_tokens: int) -> list[float]:
+        """Seconds of steps of 0, 1, ... tokens, of at least so many; empty before the first measurement."""
+        if num_tokens >= len(self._predicted) and self._seconds:
+            self._predicted = self._predict(max(num_tokens, _AT_ONCE))
+        return self._predicted
+
+    def _predict(self, num_tokens: int) -> list[float]:
+        (size, seconds), *others = curve = self._joined()
+        found = [seconds] * (size + 1)
+        before = less = 0.0
+        for larger, more in others:
+            before, less = size, seconds
+            if larger > size + 1:
+                slope = (more - seconds) / (larger - size)
+                found += [seconds + slope * i for i in range(1, larger - size)]
+            found.append(more)
+            size, seconds = larger, more
+        if num_tokens > size:
+            slope = _HOPE * curve[0][1]
+            if size > _CROWDED and others:
+                slope = max(slope, _HOPE_OF_SLOPE * (seconds - less) / (size - before))
+            found += [seconds + slope * i for i in range(1, num_tokens - size + 1)]
+        return found
 
     def since_seen(self, num_tokens: int) -> int:
         """Steps since one of about this size was measured."""
@@ -115,26 +119,30 @@ class StepCosts:
         known = self._seconds.get(size)
         if known is None or self.since_seen(num_tokens) < _PATIENCE:
             return False
-        return any(
-            larger > size and self._tries[larger] >= _TRIES and known > _DOUBT * seconds
-            for larger, seconds in self._seconds.items()
-        )
+        for larger, seconds in self._seconds.items():
+            if larger > size and known > _DOUBT * seconds and self._tries[larger] >= _TRIES:
+                return True
+        return False
 
-    def _join(self) -> None:
-        """Pool neighbours that contradict the order (isotonic regression, pool adjacent violators)."""
-        pools: list[list[float]] = []  # mean, weight
-        members: list[list[int]] = []
-        known = [size for size in self._seconds if self._tries[size] >= _TRIES]
-        for size in sorted(known or self._seconds):
-            pools.append([self._seconds[size], 1.0])
-            members.append([size])
+    def _joined(self) -> list[tuple[int, float]]:
+        """Sizes ascending with seconds not descending: neighbours that contradict the order are pooled (isotonic
+        regression, pool adjacent violators)."""
+        tries = self._tries
+        known = [item for item in self._seconds.items() if tries[item[0]] >= _TRIES]
+        known = sorted(known or self._seconds.items())
+        seconds = [each for _, each in known]
+        if seconds == sorted(seconds):
+            return known
+        pools: list[list[float]] = []  # mean, and of how many sizes
+        for each in seconds:
+            pools.append([each, 1.0])
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
                 mean, weight = pools.pop()
                 above = pools[-1]
                 above[0] = (above[0] * above[1] + mean * weight) / (above[1] + weight)
                 above[1] += weight
-                members[-2].extend(members.pop())
-        self._curve = [(size, pool[0]) for pool, sizes in zip(pools, members, strict=True) for size in sizes]
+        pooled = [mean for mean, weight in pools for _ in range(int(weight))]
+        return [(size, mean) for (size, _), mean in zip(known, pooled, strict=True)]
 
 
 def _anchor(num_tokens: int) -> int:

@@ -168,6 +168,8 @@ class DraftEngine:
 
     def _grow(self, job: _Job, count: int) -> bool:
         """Room for the mirror's next tokens. False where there is none."""
+        if self.kv.has_room(job.mirror, count):
+            return True
         if self.kv.blocks_to_grow([job.mirror], [count]) > self.kv.pool.num_free:
             return False
         copies: list[tuple[int, int]] = []
@@ -192,11 +194,7 @@ class DraftEngine:
         """Run tokens of the mirrors; choose the next token of those that are up to date. Returns who goes on."""
         if not parts:
             return []
-        step = ScheduledStep()
-        step.copies, self._copies = self._copies, []
-        for job, count in parts:
-            step.sequences.append(ScheduledSequence(job.mirror, count, int(count == job.mirror.num_uncomputed)))
-        logits = self._run(build_batch(step, self.kv.block_size), parts)
+        logits = self._logits(parts)
         for job, count in parts:
             self.kv.advance(job.mirror, count)
         ready = [job for job, _ in parts if not job.mirror.num_uncomputed]
@@ -207,11 +205,18 @@ class DraftEngine:
                 going.append(job)
         return going
 
-    def _run(self, batch: StepBatch, parts: list[tuple[_Job, int]]) -> Logits:
-        """The logits of a pass over `parts`."""
+    def _logits(self, parts: list[tuple[_Job, int]]) -> Listed[Logits]:
+        """The logits of a pass over `parts`, of those that it brings up to date."""
+        step = ScheduledStep()
+        step.copies, self._copies = self._copies, []
+        for job, count in parts:
+            step.sequences.append(ScheduledSequence(job.mirror, count, int(count == job.mirror.num_uncomputed)))
+        return self._run(build_batch(step, self.kv.block_size), parts)
+
+    def _run(self, batch: StepBatch, parts: list[tuple[_Job, int]]) -> Listed[Logits]:
         if self._vocabulary is not None:
             batch.token_ids = self._vocabulary.to_draft[batch.token_ids]
-        return self.executor.run(batch)
+        return self.executor.run(batch)  # type: ignore[return-value]
 
     def _choose(self, job: _Job, raw: Logits) -> bool:
         """Add the draft's next token. False where its logits offer none."""

@@ -75,6 +75,7 @@ class HeadEngine(DraftEngine):
         )
         self._feeds: dict[Sequence, _Feed] = {}
         self._outputs: dict[Sequence, States] = {}  # of the last pass, by mirror
+        self._one_sequence = getattr(executor, "one_sequence", None)
 
     def take_hidden(self, hidden: States, sequences: Listed[Sequence], rows: Listed[int], counts: Listed[int]) -> None:
         """See `HiddenReader`."""
@@ -134,22 +135,36 @@ class HeadEngine(DraftEngine):
     def _tokens_of(self, sequence: Sequence) -> array[int]:
         return sequence.tokens[self._feeds[sequence].start + 1 :]
 
-    def _run(self, batch: StepBatch, parts: list[tuple[_Job, int]]) -> Logits:
-        states: list[States] = []
-        for job, count in parts:
-            if job.token_ids:  # under way: the head's own output
-                states.append(self._outputs[job.target])
-                continue
-            feed = self._feeds[job.target]
-            whole = np.concatenate(feed.waiting) if len(feed.waiting) > 1 else feed.waiting[0]
-            states.append(whole[:count])
-            feed.fed += count
-            feed.num_waiting -= count
-            feed.waiting = [whole[count:]] if feed.num_waiting else []
-            feed.last = whole[count - 1 : count]
+    def _logits(self, parts: list[tuple[_Job, int]]) -> Listed[Logits]:
+        (job, count), mirror = parts[0], parts[0][0].mirror
+        if len(parts) > 1 or self._one_sequence is None or self._copies or count < mirror.num_uncomputed:
+            return super()._logits(parts)
+        start, size = mirror.num_computed, self.kv.block_size
+        blocks = -(-(start + count) // size)
+        one = self._one_sequence(count, blocks)
+        if one is None:
+            return super()._logits(parts)
+        one.run(mirror.tokens[start : start + count], start, mirror.block_ids[:blocks], self._states(job, count))
+        self._outputs = {job.target: one.hidden_states}
+        return [one.logits]
+
+    def _run(self, batch: StepBatch, parts: list[tuple[_Job, int]]) -> Listed[Logits]:
+        states = [self._states(job, count) for job, count in parts]
         batch.hidden_states = np.concatenate(states) if len(states) > 1 else states[0]
         logits = self.executor.run(batch)
         outputs = self.executor.hidden_states.copy()  # type: ignore[attr-defined]
         ready = [job for job, count in parts if job.mirror.num_uncomputed == count]
         self._outputs = {job.target: outputs[row : row + 1] for row, job in enumerate(ready)}
-        return logits
+        return logits  # type: ignore[return-value]
+
+    def _states(self, job: _Job, count: int) -> States:
+        """What the next `count` slots of a mirror are fed [count, H]."""
+        if job.token_ids:  # under way: the head's own output
+            return self._outputs[job.target]
+        feed = self._feeds[job.target]
+        whole = np.concatenate(feed.waiting) if len(feed.waiting) > 1 else feed.waiting[0]
+        feed.fed += count
+        feed.num_waiting -= count
+        feed.waiting = [whole[count:]] if feed.num_waiting else []
+        feed.last = whole[count - 1 : count]
+        return whole[:count]

@@ -10,7 +10,6 @@ a second that counted: the batch is over with its slowest.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
@@ -150,31 +149,36 @@ class DraftLengths:
         """Lengths for drafts with these chances and lengths at most, beside `num_tokens` tokens that are computed
         anyway, and `room` tokens in all. `source`: a proposer that is not free and has yet to draft, whose rounds
         count."""
-        if not self.adaptive:
+        if not self.adaptive or not most:
             return list(most)
         base = self.costs.predict(num_tokens)
         if base is None:  # nothing is known yet: measure a plain step
             return [0] * len(most)
-        gains = sorted(
-            (
-                (gain, -depth, index)
-                for index, (chance, limit) in enumerate(zip(chances, most, strict=True))
-                for depth, gain in enumerate(_gains(chance, limit), 1)
-            ),
-            reverse=True,
-        )
+        gains = [
+            (gain, -depth, index)
+            for index, (chance, limit) in enumerate(zip(chances, most, strict=True))
+            for depth, gain in enumerate(_gains(chance, limit), 1)
+        ]
+        if len(most) > 1:
+            gains.sort(reverse=True)
+        del gains[max(0, room) :]
         round_seconds = self._round_seconds(source, base, len(most)) if source else 0.0
         best, least = 0, base * num_tokens / _margin(num_tokens)
-        waits, rounds = float(num_tokens), 0
-        for taken, (gain, negative, _) in enumerate(gains[: max(0, room)], 1):
+        waits, rounds, size = float(num_tokens), 0, num_tokens
+        seconds = self.costs.table(num_tokens + len(gains))
+        for gain, negative, _ in gains:
             waits -= gain
-            rounds = max(rounds, -negative)
-            cost = ((self.costs.predict(num_tokens + taken) or base) + round_seconds * rounds) * waits
+            size += 1
+            if -negative > rounds:
+                rounds = -negative
+            cost = (seconds[size] + round_seconds * rounds) * waits
             if cost < least:
-                best, least = taken, cost
+                best, least = size - num_tokens, cost
         lengths = [0] * len(most)
         for _, _, index in gains[:best]:
             lengths[index] += 1
+        if 0 not in lengths:
+            return lengths
         # Those who draft nothing try a token now and then: what was measured once need not hold for ever.
         every = self._probe_every(source)
         for index, limit in enumerate(most):
@@ -202,15 +206,18 @@ class DraftLengths:
         chances = self._calibrations.setdefault(source, Calibration()).chances(confidences)
         drafted = len(chances)
         now = min(self._costs_by_length(chances, drafted, num_tokens, num_sequences, source))
-        last = chances[-1] / (chances[-2] if drafted > 1 else 1.0)
-        base = self.costs.predict(num_tokens) or 1.0
-        round_seconds, chance = self._round_seconds(source, base, num_sequences), chances[-1]
-        expected = 1.0 + sum(chances)
+        chance = chances[-1]
+        last = chance / (chances[-2] if drafted > 1 else 1.0)
+        seconds = self._seconds(num_tokens + num_sequences * most)
+        round_seconds = self._round_seconds(source, seconds[num_tokens], num_sequences)
+        others, expected = num_tokens - num_sequences, 1.0 + sum(chances)
         for length in range(drafted + 1, most + 1):
             chance *= last
+            if chance <= _NEGLIGIBLE:
+                break
             expected += chance
-            step = self.costs.predict(num_tokens + num_sequences * length) or base
-            if (step + length * round_seconds) * _waits(num_tokens, num_sequences, expected) < now:
+            step = seconds[num_tokens + num_sequences * length]
+            if (step + length * round_seconds) * (others + num_sequences / expected) < now:
                 return True
         return False
 
@@ -225,32 +232,35 @@ class DraftLengths:
     def _costs_by_length(
         self, chances: Listed[float], rounds: int, num_tokens: int, num_sequences: int, source: str
     ) -> list[float]:
-        """Seconds a token, summed over sequences, where the first 0, 1, ... tokens of drafts are verified."""
-        base = self.costs.predict(num_tokens) or 1.0
-        drafting = rounds * self._round_seconds(source, base, num_sequences)
-        costs, expected = [], 1.0
-        for length in range(len(chances) + 1):
-            expected += chances[length - 1] if length else 0.0
-            step = self.costs.predict(num_tokens + num_sequences * length) or base
-            costs.append((step + drafting) * _waits(num_tokens, num_sequences, expected))
+        """Seconds a token, summed over sequences, where the first 0, 1, ... tokens of drafts are verified: a step's
+        times the sum of 1 / e, of so many sequences that go on by e tokens and of those that go on by one."""
+        size = num_tokens
+        seconds = self._seconds(num_tokens + num_sequences * len(chances))
+        drafting = rounds * self._round_seconds(source, seconds[size], num_sequences)
+        others, expected = num_tokens - num_sequences, 1.0
+        costs = [(seconds[size] + drafting) * num_tokens]
+        for chance in chances:
+            expected += chance
+            size += num_sequences
+            costs.append((seconds[size] + drafting) * (others + num_sequences / expected))
         return costs
+
+    def _seconds(self, num_tokens: int) -> list[float]:
+        """Of steps of 0, 1, ... tokens, of at least so many; 1.0 before the first measurement."""
+        return self.costs.table(num_tokens) or [1.0] * (num_tokens + 1)
 
 
 def _margin(num_tokens: int) -> float:
     return _MARGIN if num_tokens < CROWD else _MARGIN_OF_CROWD
 
 
-def _waits(num_tokens: int, num_sequences: int, expected: float) -> float:
-    """The sum of 1 / e where so many sequences go on by `expected` tokens, and whoever has the other tokens by one."""
-    return num_tokens - num_sequences + num_sequences / expected
-
-
-def _gains(chance: float, limit: int) -> Iterator[float]:
-    """By how much each token of a draft of at most `limit` lowers 1 / e of its sequence."""
-    expected, reached = 1.0, 1.0
+def _gains(chance: float, limit: int) -> list[float]:
+    """By how much each token of a draft of at most `limit` lowers 1 / e of its sequence; less and less."""
+    expected, reached, gains = 1.0, 1.0, []
     for _ in range(limit):
         reached *= chance
         if reached <= _NEGLIGIBLE:
-            return
-        yield reached / (expected * (expected + reached))
+            break
+        gains.append(reached / (expected * (expected + reached)))
         expected += reached
+    return gains

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,84 @@ def test_the_library_alone_computes_what_openvino_does() -> None:
         ours.run(draft_batch([(10**6, 1)], width=64, block_id=0))
     ours.close()
     theirs.close()
+
+
+def test_a_pass_over_one_sequence_is_that_of_a_batch() -> None:
+    from draft_batches import draft_batch
+
+    from runtime.artifact import Artifact
+    from runtime.executors import open_executor
+
+    head = Artifact.open(trained()[0] / "artifact").draft_head()
+    assert head is not None
+    batched, single = (open_executor(head, num_threads=2) for _ in range(2))
+    for executor in (batched, single):
+        executor.allocate(40)
+    for seed, (past, new) in enumerate([(0, 3), (3, 1), (4, 1), (5, 20), (25, 9), (34, 1)]):
+        batch = draft_batch([(past, new)], width=64, seed=seed)
+        logits = batched.run(batch)
+        blocks = array("i", batch.block_ids.tolist())
+        one = single.one_sequence(new, len(blocks))  # type: ignore[attr-defined]
+        one.run(array("i", batch.token_ids.tolist()), past, blocks, batch.hidden_states)
+        assert np.array_equal(one.logits, logits[-1])
+        assert np.array_equal(one.hidden_states, batched.hidden_states[-1:])  # type: ignore[attr-defined]
+    assert single.one_sequence(33, 2) is None, "no room"  # type: ignore[attr-defined]
+    single.run(draft_batch([(0, 33), (0, 2)], width=64))  # makes room
+    batch = draft_batch([(0, 33)], width=64)
+    one = single.one_sequence(33, 2)  # type: ignore[attr-defined]
+    one.run(array("i", batch.token_ids.tolist()), 0, array("i", [0, 1]), batch.hidden_states)
+    assert np.array_equal(one.logits, batched.run(batch)[-1])
+    for executor in (batched, single):
+        executor.close()
+
+
+def test_one_sequence_is_drafted_for_as_many_are() -> None:
+    """Alone, without a batch put together for each pass, a request gets the same drafts."""
+    from core_driver import make_request
+
+    from runtime.artifact import Artifact
+    from runtime.config import EngineConfig
+    from runtime.engine_core import EngineCore
+    from runtime.executors import open_executor
+    from runtime.sampler import Sampler
+    from runtime.speculation.config import parse_speculation
+    from runtime.speculation.head_engine import HeadEngine
+    from runtime.speculation.opening import open_draft
+
+    artifact = Artifact.open(trained()[0] / "artifact")
+    speculation = parse_speculation({"method": "eagle", "adaptive": False, "num_speculative_tokens": 4})
+    drafted: list[list[list[int]]] = []
+    for alone in (True, False):
+        target = open_executor(artifact, num_threads=1)
+        draft = open_draft(speculation, artifact, open_executor, {"num_threads": 1})
+        assert draft is not None
+        sampler = Sampler(target.vocab_size, ())
+        engine = draft.engine(speculation, sampler, 1024, caching=False)
+        assert isinstance(engine, HeadEngine)
+        assert engine._one_sequence is not None
+        if not alone:
+            engine._one_sequence = None
+        found: list[list[int]] = []
+        propose = engine.propose
+
+        def noted(wanted: Any, propose: Any = propose, found: Any = found) -> Any:
+            drafts = propose(wanted)
+            found += [list(draft.token_ids) for draft in drafts if draft is not None]
+            return drafts
+
+        engine.propose = noted  # type: ignore[method-assign]
+        config = EngineConfig.from_manifest(artifact.manifest, num_blocks=64, speculation=speculation)
+        core = EngineCore(target, config, sampler=sampler, draft_engine=engine)
+        core.add_request(make_request("long", list(range(3, 30)), max_tokens=60))
+        core.add_request(make_request("short", [7, 8, 9], max_tokens=10))
+        core.add_request(make_request("biased", [9, 8, 7], max_tokens=80, logit_bias={5: 2.0}))
+        while core.has_work():
+            core.step()
+        drafted.append(found)
+        target.close()
+        draft.executor.close()
+    assert drafted[0] == drafted[1]
+    assert len(drafted[0]) > 20
 
 
 def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:
