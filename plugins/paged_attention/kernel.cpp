@@ -106,6 +106,10 @@ void make_plan(const Problem& p, size_t threads, Plan& plan) {
             }
         }
     }
+    // The last parts, which may be short, come last: threads then end at nearly the same time.
+    if (plan.counters)
+        std::stable_sort(plan.items.begin(), plan.items.end(),
+                         [](const Item& a, const Item& b) { return a.part < b.part; });
 }
 
 uint8_t* scratch(size_t bytes) {

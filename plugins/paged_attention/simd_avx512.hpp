@@ -7,7 +7,7 @@ struct F {
 struct I {  // 16 x int32, or 32 x int16
     __m512i v;
 };
-constexpr int kRows = 8;  // rows that a kernel keeps in registers
+constexpr int kRows = 12;  // rows that a kernel keeps in registers
 
 static inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
 static inline void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
