@@ -142,7 +142,7 @@ const float* source_row(const Source& source, size_t row, size_t columns, const 
 void multiply(const Weight& w, const Source& source, size_t rows, const Target& target, RowsBuffer& buffer,
               size_t threads, Isa isa) {
     const Kernels& kernel = kernels(isa);
-    const Rows& rounded = buffer.reserve(w, rows, kernel.wide);
+    const Rows rounded = buffer.reserve(w, rows, kernel.wide);
     const size_t rounders = rows < kRowsOfOne ? 1 : std::min(rows, 4 * threads);
     parallel(rounders, threads, [&](size_t index) {
         thread_local std::vector<float> changed;
@@ -156,7 +156,8 @@ void multiply(const Weight& w, const Source& source, size_t rows, const Target& 
     const bool stream = rows < kRowsOfStream;
     const size_t heights = stream ? 1 : (rows + kRowsOfTask - 1) / kRowsOfTask;
     const size_t stretches = std::min(strips, stream ? 2 * threads : std::max<size_t>(strips / 2, 2 * threads));
-    parallel(stretches * heights, threads, [&](size_t index) {
+    // By value: another core fetches what lies together in one go.
+    const auto task = [=, &kernel](size_t index) {
         const Part part(strips, index / heights, stretches), height(rows, index % heights, heights);
         const uint8_t* end = w.data + part.last * w.strip_bytes();
         // With nobody held up, this thread gets the task that comes so many after this one.
@@ -167,7 +168,8 @@ void multiply(const Weight& w, const Source& source, size_t rows, const Target& 
             kernel.multiply(w, rounded, strip, height.first, height.last - height.first, target, reading);
         if (kernel.release)
             kernel.release();
-    });
+    };
+    parallel(stretches * heights, threads, task);
 }
 
 }  // namespace plancast::linear
