@@ -12,6 +12,8 @@ _OUTLIER = 1.6
 # measured so often took longer than its mean is taken to hold for all sizes, with that weight, and a little for its own
 # alone.
 _KNOWN_WELL, _DRIFT, _OWN = 24, 0.1, 0.03
+# It is noticed once it adds up to so much: predictions are not made anew for less.
+_NOTICED = 0.01
 # A size that seems to cost so much more than a larger one was measured in other times: it is to be measured again, but
 # not at every step.
 _DOUBT, _PATIENCE = 1.02, 8
@@ -39,6 +41,7 @@ class StepCosts:
         self._predicted: list[float] = []  # by number of tokens: asked many times between two steps
         self._seen_at: dict[int, int] = {}
         self._tries: dict[int, int] = {}
+        self._drifted = 0.0
         self.steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -48,20 +51,28 @@ class StepCosts:
         seconds *= size / num_tokens if num_tokens > size else 1.0
         mean = self._seconds.get(size)
         tries = self._tries[size] = self._tries.get(size, 0) + 1
+        changed = True
         if mean is None or tries < _TRIES:
             self._seconds[size] = min(seconds, mean or seconds)
         else:
             expected = self._expected(num_tokens, size)
             off = min(seconds, _OUTLIER * expected) / expected - 1.0
+            weight = self._weight(size)
+            self._seconds[size] *= 1.0 + weight * off
             if tries > _KNOWN_WELL:
+                self._drifted += _DRIFT * off
+                changed = weight != _OWN or abs(self._drifted) >= _NOTICED
+            if changed:
                 for other in self._seconds:
-                    self._seconds[other] *= 1.0 + _DRIFT * off
-            self._seconds[size] *= 1.0 + self._weight(size) * off
+                    self._seconds[other] *= 1.0 + self._drifted
+                self._drifted = 0.0
         self._seen_at[size] = self.steps
         if self.steps % _STALE == 0:
             for old in [other for other, seen in self._seen_at.items() if self.steps - seen > _STALE]:
                 del self._seconds[old], self._seen_at[old], self._tries[old]
-        self._predicted = []
+                changed = True
+        if changed:
+            self._predicted = []
 
     def _expected(self, num_tokens: int, size: int) -> float:
         """Seconds of a step of so many tokens by the means of the size that stands for them and of the next smaller."""

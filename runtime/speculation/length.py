@@ -10,6 +10,7 @@ a second that counted: the batch is over with its slowest.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
@@ -72,7 +73,7 @@ class Rounds:
 class Acceptance:
     """Of one sequence, by proposer."""
 
-    shares: dict[str, Share] = field(default_factory=dict)
+    shares: defaultdict[str, Share] = field(default_factory=lambda: defaultdict(Share))
 
 
 class DraftLengths:
@@ -82,10 +83,10 @@ class DraftLengths:
         self.max_length = max_length
         self.adaptive = adaptive
         self.costs = StepCosts()
-        self._all: dict[tuple[str, int], Share] = {}
+        self._all: defaultdict[tuple[str, int], Share] = defaultdict(Share)
         # Of the proposers that are not free, by how many sequences they draft for, in powers of two.
         self._rounds: dict[tuple[str, int], Rounds] = {}
-        self._calibrations: dict[str, Calibration] = {}
+        self._calibrations: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._steps = 0
 
     # --- measurements ------------------------------------------------------------------------------------------
@@ -101,19 +102,18 @@ class DraftLengths:
 
     def observe_draft(self, own: Acceptance, source: str, level: int, accepted: int, drafted: int) -> None:
         """A draft was verified."""
-        own.shares.setdefault(source, Share()).add(accepted, drafted, _FORGET_ONE)
-        self._all.setdefault((source, level), Share()).add(accepted, drafted, _FORGET_ALL)
+        own.shares[source].add(accepted, drafted, _FORGET_ONE)
+        self._all[source, level].add(accepted, drafted, _FORGET_ALL)
 
     def observe_confidences(self, source: str, confidences: Listed[float], accepted: int) -> None:
         """A draft whose tokens its proposer had these confidences in was verified."""
-        self._calibrations.setdefault(source, Calibration()).observe(confidences, accepted)
+        self._calibrations[source].observe(confidences, accepted)
 
     def chance(self, own: Acceptance, source: str, level: int) -> float:
         """That a drafted token is accepted once those before it were: the sequence's own measure, held against that
         of all sequences at the same level."""
-        shared = self._all.get((source, level), Share())
+        shared, mine = self._all[source, level], own.shares[source]
         common = (shared.accepted + _PRIOR * _PRIOR_WEIGHT) / (shared.decided + _PRIOR_WEIGHT)
-        mine = own.shares.get(source, Share())
         return min(0.99, (mine.accepted + common * _SHARED_WEIGHT) / (mine.decided + _SHARED_WEIGHT))
 
     # --- choices -----------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class DraftLengths:
         sure as its last one. Beside `num_tokens` that are computed anyway; `num_sequences` draft as this one does."""
         if len(confidences) >= most:
             return False
-        chances = self._calibrations.setdefault(source, Calibration()).chances(confidences)
+        chances = self._calibrations[source].chances(confidences)
         drafted = len(chances)
         now = min(self._costs_by_length(chances, drafted, num_tokens, num_sequences, source))
         chance = chances[-1]
@@ -225,7 +225,7 @@ class DraftLengths:
         """How many tokens of a draft that was made are worth verifying; arguments as of `goes_on`."""
         if self._steps % _PROBE_EVERY == 0:  # what is never verified is never known to be better than it seems
             return len(confidences)
-        chances = self._calibrations.setdefault(source, Calibration()).chances(confidences)
+        chances = self._calibrations[source].chances(confidences)
         costs = self._costs_by_length(chances, len(chances), num_tokens, num_sequences, source)
         return costs.index(min(costs))
 

@@ -77,6 +77,8 @@ class Speculator:
         # Asked once: an instance check against a protocol takes as long as much else of a step.
         self._confident = {proposer.name: proposer for proposer in proposers if isinstance(proposer, ConfidentProposer)}
         self._free = {proposer.name for proposer in proposers if proposer.is_free}
+        paid = [[other for other in proposers[at:] if not other.is_free] for at in range(len(proposers) + 1)]
+        self._chain = list(zip(proposers, paid[1:], strict=False))  # each with the ones after it that are not free
         # Of the proposers that read the target's hidden states.
         self._readers = [proposer for proposer in proposers if isinstance(proposer, HiddenReader)]
 
@@ -139,7 +141,7 @@ class Speculator:
         more than `room` tokens in all."""
         drafts: dict[Sequence, Draft] = {}
         left = ready
-        for index, proposer in enumerate(self.proposers):
+        for proposer, later in self._chain:
             if not left:
                 break
             if proposer.is_free:
@@ -154,7 +156,6 @@ class Speculator:
                 rounds = max((len(draft.token_ids) for draft in proposed if draft), default=0)
                 self.lengths.observe_drafting(proposer.name, rounds, self._clock() - began, len(wanted))
                 self._cut_to_worth(proposed, proposer.name, num_tokens, len(wanted))
-            later = [other for other in self.proposers[index + 1 :] if not other.is_free]
             for (sequence, _), draft in zip(wanted, proposed, strict=True):
                 if draft is not None and draft.token_ids and not self._better_left(sequence, draft, later):
                     self._cut_to_grammar(sequence, draft)
