@@ -26,7 +26,7 @@ struct V : Base {
                    _mm512_castsi512_ps(_mm512_and_si512(values, upper)), even);
     }
 };
-constexpr int kWide = 2, kMost = 6, kRows = 6, kRowsLow = 4, kRowsInt16 = 5;
+constexpr int kWide = 2, kMost = 6, kRows = 6, kRowsLow = 4, kRowsInt16 = 5, kRowsShifted = 4;
 
 #include "linear/rows.inc"
 #include "linear/tile_base.inc"

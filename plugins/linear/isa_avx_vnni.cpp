@@ -21,7 +21,7 @@ struct V : Base {
     INLINE static Int dot(Int sum, Int weight, Int values) { return _mm256_dpbusd_avx_epi32(sum, weight, values); }
     INLINE static Int dot4(Int sum, Int weight, Int values) { return dot(sum, weight, values); }
 };
-constexpr int kWide = 2, kMost = 3, kRows = 3, kRowsLow = 2, kRowsInt16 = 2;
+constexpr int kWide = 2, kMost = 3, kRows = 3, kRowsLow = 2, kRowsInt16 = 2, kRowsShifted = 0;
 
 #include "linear/rows.inc"
 #include "linear/tile_base.inc"

@@ -125,7 +125,7 @@ struct V {
         });
     }
 };
-constexpr int kWide = 2, kMost = 1, kRows = 1, kRowsLow = 1, kRowsInt16 = 1;
+constexpr int kWide = 2, kMost = 1, kRows = 1, kRowsLow = 1, kRowsInt16 = 1, kRowsShifted = 0;
 
 #include "linear/rows.inc"
 #include "linear/tile_base.inc"
