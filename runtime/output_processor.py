@@ -45,6 +45,7 @@ class _Sequence:
     token_ids: list[int] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)
     new_text: list[str] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)  # tokens whose text nobody has asked for yet
     new_logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     cumulative_base: float = 0.0  # of the tokens before the last resume
@@ -164,14 +165,15 @@ class OutputProcessor:
                 outputs.append(self._fail(state, delta))
                 continue
             stopped = self._apply(state, delta, now)
-            if state.finished or delta.finished:
+            finished = delta.finished or state.finished
+            if finished:
                 state.metrics.finished_time = now
                 del self._requests[delta.request_id]
                 if not delta.finished:
                     aborts.request_ids.append(delta.request_id)
             else:
                 aborts.sequences.extend((delta.request_id, index) for index in stopped)
-            output = self._output(state, finished=state.finished or delta.finished)
+            output = self._output(state, finished=finished)
             if output is not None:
                 outputs.append(output)
         return outputs, aborts if aborts.request_ids or aborts.sequences else None
@@ -253,6 +255,12 @@ class OutputProcessor:
         if new.cumulative_logprob is not None:
             sequence.cumulative_logprob = sequence.cumulative_base + new.cumulative_logprob
         silent_last = new.finish_reason == "stop" and not params.include_stop_str_in_output
+        if not state.stream and not params.stop_strings and params.logprobs is None:  # its text at once, at the end
+            sequence.token_ids += new.new_token_ids
+            sequence.new_token_ids += new.new_token_ids
+            sequence.unread += new.new_token_ids[:-1] if silent_last else new.new_token_ids
+            self._finish(sequence, new)
+            return False
         last = len(new.new_token_ids) - 1
         for i, token_id in enumerate(new.new_token_ids):
             sequence.token_ids.append(token_id)
@@ -268,10 +276,13 @@ class OutputProcessor:
                 if new.logprobs is not None and sequence.cumulative_logprob is not None:  # the tokens cut off
                     sequence.cumulative_logprob -= sum(entry.logprobs[0] for entry in new.logprobs[i + 1 :])
                 return new.finish_reason is None
+        self._finish(sequence, new)
+        return False
+
+    def _finish(self, sequence: _Sequence, new: SequenceDelta) -> None:
         if new.finish_reason is not None:
             sequence.finish_reason, sequence.stop_reason = new.finish_reason, new.stop_reason
             self._flush(sequence)
-        return False
 
     def _send(self, sequence: _Sequence, text: str) -> None:
         if text:
@@ -285,6 +296,8 @@ class OutputProcessor:
         """The output is over: send what was held, which may still show a stop string."""
         if sequence.detokenizer is None:
             return
+        for token_id in sequence.unread:
+            self._send(sequence, sequence.detokenizer.append(token_id))
         self._send(sequence, sequence.stops.feed(sequence.detokenizer.flush(), num_tokens=0))
         if sequence.stops.match is not None:
             self._finish_by_string(sequence)
