@@ -35,11 +35,14 @@ class CrowdDrafting:
         self.rest -= 1
         self._allow()
 
-    def settle(self, saved: float) -> None:
-        """A step has run that drafts were looked for in; it saved so many (of one), or lost them."""
+    def settle(self, saved: float, *, drafted: bool) -> None:
+        """A step has run that drafts were looked for in, and (`drafted`) found; it saved so many (of one), or lost
+        them."""
         self.balance = min(_MOST_SAVED, self.balance + saved)
-        self.rest = 0 if saved > 0.0 else self.next_rest
-        self.next_rest = _FIRST_REST if saved > 0.0 else min(2 * self.next_rest, _LONGEST_REST)
+        if saved > 0.0 or (drafted and self.balance > _MOST_ALLOWED):  # one that lost among those that saved is chance
+            self.rest, self.next_rest = 0, _FIRST_REST
+        else:
+            self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, _LONGEST_REST)
         self._allow()
 
     def _allow(self) -> None:

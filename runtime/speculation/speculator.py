@@ -268,7 +268,7 @@ class Speculator:
         if not step.num_prefill_tokens and step.sequences:
             self.lengths.observe_step(step.num_decode_tokens, ran)
         if self._looked:
-            self._crowd.settle(self._saved(step, ran))
+            self._crowd.settle(self._saved(step, ran), drafted=step.num_draft_tokens > 0)
         else:
             self._crowd.passed()
         self._looked, self._drafting_seconds = False, 0.0

@@ -306,7 +306,7 @@ def test_what_a_crowd_may_lose_is_bounded_whatever_it_is_told() -> None:
     crowd, lost = CrowdDrafting(), 0.0
     for _ in range(2000):
         if crowd.looks():
-            crowd.settle(-0.2)
+            crowd.settle(-0.2, drafted=True)
             lost += 0.2
         else:
             crowd.passed()
@@ -317,9 +317,11 @@ def test_a_crowd_that_saves_looks_at_every_step() -> None:
     crowd = CrowdDrafting()
     for _ in range(100):
         assert crowd.looks()
-        crowd.settle(0.3)
+        crowd.settle(0.3, drafted=True)
     assert crowd.balance == pytest.approx(4.0, abs=0.1), "what was saved long ago does not count for ever"
-    crowd.settle(-0.1)
+    crowd.settle(-0.1, drafted=True)
+    assert crowd.looks(), "chance, among so many that saved"
+    crowd.settle(-0.01, drafted=False)
     assert not crowd.looks()
     assert crowd.looks(after=4)
 
