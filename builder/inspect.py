@@ -151,6 +151,8 @@ def _loads_from(manifest: Manifest) -> str:
     backend = manifest.backend
     if _capabilities(manifest):
         return f"{backend.engine} (engines and kernels, compiled)"
+    if backend.plan:
+        return f"{backend.plan} (compiled, for any {manifest.hardware.machine} CPU)"
     return f"{backend.blob} (compiled)" if backend.blob else f"{backend.engine} (compiled at load)"
 
 

@@ -53,7 +53,7 @@ class BackendConfig(_Section, frozen=True):
     # What attends over the KV cache, in the same way.
     attention: Literal["native", "openvino"] = "native"
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None  # None: the machine's cores
-    blob: bool = True  # keep the compiled form too, for a fast load
+    blob: bool = True  # keep the compiled form too, a plan or a blob, for a fast load
     # The GPU architectures that engines and kernels are built for. tensorrt_rtx: a list; (): SM86, SM89, SM120.
     # tensorrt: one, that of the GPU in the machine that builds.
     compute_capabilities: tuple[ComputeCapability, ...] = ()

@@ -91,8 +91,14 @@ class Artifact:
         return Artifact(self.path, manifest, self.notes, is_head=True)
 
     @property
+    def plan(self) -> Path | None:
+        """The compiled form that our C++ library runs alone, on any CPU of the architecture, where there is one."""
+        name = self.manifest.backend.plan
+        return None if name is None else self.file(name)
+
+    @property
     def blob(self) -> Path | None:
-        """The compiled form, where there is one and this machine's CPU is the one it was compiled for."""
+        """OpenVINO's compiled form, where there is one and this machine's CPU is the one it was compiled for."""
         name = self.manifest.backend.blob
         if name is None or missing_isa(self.manifest):
             return None

@@ -158,7 +158,7 @@ def open_engine(spec: EngineSpec) -> OpenEngine:
         load_source=getattr(executor, "load_source", "memory"),
         kv_cache_bytes=sum(each.num_blocks * each.kv_layout.bytes_per_block for each in executors),
         kv_cache_reason=plan.reason,
-        notes=notes,
+        notes=[*notes, *(note for each in executors for note in getattr(each, "notes", ()))],
     )
     return OpenEngine(core, executors, grammars, ready)
 

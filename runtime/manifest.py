@@ -51,7 +51,9 @@ class BackendInfo(msgspec.Struct, kw_only=True):
     device: str = "CPU"
     properties: dict[str, str] = {}
     engine: str  # file name of the portable form (IR)
-    blob: str | None = None  # file name of the compiled form, where there is one
+    # File names of the compiled form, where there is one: a plan of ours, or of what OpenVINO must run, its blob.
+    plan: str | None = None
+    blob: str | None = None
     plugins: dict[str, int] = {}  # our operators that the backend put in itself -> version
 
     @property
@@ -60,12 +62,12 @@ class BackendInfo(msgspec.Struct, kw_only=True):
         if built := self.properties.get("compute_capabilities"):
             return f", for {built.replace(' ', ', ')}"
         if self.name == "openvino":
-            return ", compiled form kept" if self.blob else ", portable form only"
+            return ", compiled form kept" if self.plan or self.blob else ", portable form only"
         return ""
 
 
 class HardwareInfo(msgspec.Struct, kw_only=True):
-    """The machine that a compiled form fits. `isa` holds the CPU features that it was compiled for."""
+    """The machine that a compiled form fits. `isa` holds the CPU features that a blob was compiled for."""
 
     machine: str  # x86_64
     isa: list[str] = []

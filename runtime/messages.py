@@ -145,7 +145,7 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     pid: int
     num_blocks: int
     load_seconds: float
-    load_source: str  # blob | ir
+    load_source: str  # plan | blob | ir, or the backend's own word
     kv_cache_bytes: int = 0
     kv_cache_reason: str = ""  # how its size came about, for people
     notes: list[str] = []  # what works less well here than it could, for people

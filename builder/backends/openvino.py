@@ -1,11 +1,10 @@
-"""Compiles a lowered graph with OpenVINO: ONNX -> IR (the portable form) -> the CPU plugin's compiled form."""
+"""Compiles a lowered graph with OpenVINO: ONNX -> IR (the portable form) -> a compiled form beside it."""
 
 from __future__ import annotations
 
-import io
 import tempfile
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from builder.backends.kv_layout import layout_of
 from builder.tracing.signature import attention_nodes
@@ -15,18 +14,13 @@ from runtime.kv_layout import KvLayout
 from runtime.manifest import BackendInfo
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx_ir as ir
-    import openvino as ov
-    from numpy.typing import NDArray
 
     from builder.recipe import Recipe
-    from runtime.executors.openvino_model import OpenVINOEngine
     from zoo.progress import Progress
 
 ENGINE = "engine.xml"
 WEIGHTS = "engine.bin"  # what ENGINE refers to, by its name alone
-BLOB = "engine.blob"
 
 
 def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Progress | None = None) -> BackendInfo:
@@ -42,6 +36,7 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
     """
     import openvino as ov
 
+    from builder.backends.openvino_compiled import BLOB, PLAN, write_compiled_form
     from plugins.block import op as block
     from plugins.linear import op as linear
     from plugins.native import find_native
@@ -51,29 +46,20 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
     own_attention = uses_own_attention(model, recipe)
     _check_gathers(model)
     properties = engine_properties(recipe, own_attention=own_attention)
-    blob = BLOB if recipe.backend.blob and native else None
     if recipe.backend.blob and not native and progress:
         progress.note("no compiled form: our C++ operators are not built here; each load compiles the portable form")
     try:
         _write_ir(model, folder, native if own_attention else None)
-        engine = OpenVINOEngine(native, properties, own_linear=recipe.backend.linear == "native")
+        engine, form = OpenVINOEngine(native, properties, own_linear=recipe.backend.linear == "native"), None
         try:
-            compiled = engine.compile_ir(folder / ENGINE)
+            if recipe.backend.blob and native:
+                form = write_compiled_form(engine, folder / ENGINE, native, progress)
+            else:
+                engine.compile_ir(folder / ENGINE)
         except RuntimeError as error:
             raise BuildError(f"OpenVINO does not compile the graph: {reason(error)}") from error
-        if blob:
-            expected = _export_blob(compiled, folder / blob)
-            del compiled  # so that its weights are not held twice
-            if not _loads_right(engine, folder / blob, expected):
-                (folder / blob).unlink()
-                blob = None
-                if progress:
-                    progress.note(
-                        "no compiled form: the one that OpenVINO wrote does not compute what the portable form does; "
-                        "each load compiles the portable form"
-                    )
     except BaseException:
-        for name in (ENGINE, WEIGHTS, BLOB):
+        for name in (ENGINE, WEIGHTS, PLAN, BLOB):
             (folder / name).unlink(missing_ok=True)
         raise
     plugins = {linear.OP_TYPE: linear.VERSION} if engine.lowered else {}
@@ -85,7 +71,8 @@ def compile_engine(model: ir.Model, recipe: Recipe, folder: Path, progress: Prog
         properties=properties,
         plugins=plugins,
         engine=ENGINE,
-        blob=blob,
+        plan=PLAN if form == PLAN else None,
+        blob=BLOB if form == BLOB else None,
     )
 
 
@@ -169,24 +156,6 @@ def engine_properties(recipe: Recipe, *, own_attention: bool = False) -> dict[st
     }
 
 
-def _export_blob(compiled: ov.CompiledModel, path: Path) -> NDArray[np.float32]:
-    """Write the compiled form and return what it must compute (see `_loads_right`)."""
-    from builder.backends.openvino_probe import probe
-
-    with path.open("wb") as file:
-        compiled.export_model(_ToFile(file))
-    return probe(compiled)
-
-
-def _loads_right(engine: OpenVINOEngine, blob: Path, expected: NDArray[np.float32]) -> bool:
-    from builder.backends.openvino_probe import agree, probe
-
-    try:
-        return agree(probe(engine.import_blob(blob)), expected)
-    except RuntimeError:
-        return False
-
-
 def _check_gathers(model: ir.Model) -> None:
     """OpenVINO takes an embedding's scales to be one a row, whatever the graph says, and reads past their end."""
     for node in model.graph:
@@ -223,20 +192,3 @@ def _write_ir(model: ir.Model, folder: Path, own_attention: Path | None) -> None
         except RuntimeError as error:
             raise BuildError(f"OpenVINO does not read the graph: {reason(error)}") from error
         ov.save_model(converted, folder / ENGINE, compress_to_fp16=False)
-
-
-class _ToFile(io.BytesIO):
-    """What `export_model` takes for a stream, with the file behind it: the blob is never whole in memory."""
-
-    def __init__(self, file: IO[bytes]):
-        super().__init__()
-        self._file = file
-
-    def write(self, data, /) -> int:
-        return self._file.write(data)
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()

@@ -1,16 +1,19 @@
-"""A few steps through a compiled model, so that two forms of one engine can be told to compute the same.
+"""A few steps through an engine, so that two forms of it can be told to compute the same.
 
-A form that OpenVINO wrote is not to be trusted unseen: a blob has lost attributes of operations before, loads without a
-complaint, and computes something else (see openvino_rope.py).
+A form that was written is not to be trusted unseen: OpenVINO's blobs have lost attributes of operations before, load
+without a complaint, and compute something else (see openvino_rope.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from builder.tracing.signature import OUTPUTS
+from plugins.block.native import NativeGraph
+from plugins.paged_attention.memory import zeroed
 
 # Steps of one sequence (past, new) over the blocks 1, 0, 2 of 32 tokens: a prompt, a chunk on top, a decode.
 _STEPS = ((0, 37), (37, 30), (67, 1))
@@ -21,24 +24,56 @@ _FEW_TOKENS = 64  # any model knows as many
 def probe(compiled: ov.CompiledModel) -> NDArray[np.float32]:
     """The output [68, V] (or hidden states [68, H]) of 68 fixed tokens, run in three steps."""
     request = compiled.create_infer_request()
-    output = compiled.output(0)
-    vocab_size = output.partial_shape[1].get_length()
-    if output.any_name == OUTPUTS["embed"]:  # its width does not say how many tokens the model knows
-        vocab_size = min(vocab_size, _FEW_TOKENS)
-    names = set()
+    widths = {}
     for port in compiled.inputs:
-        names.add(port.any_name)
-        if "_cache." in port.any_name:
+        name = port.any_name
+        if "_cache." in name:
             shape = [len(_BLOCKS), *(dim.get_length() for dim in list(port.partial_shape)[1:])]
             cache = ov.Tensor(port.element_type, shape)
             np.frombuffer(cache.data, np.uint8)[:] = 0
             request.set_tensor(port, cache)
-    logits = []
+        else:
+            widths[name] = port.partial_shape[1].get_length() if name == "hidden_states" else 0
+
+    def step(inputs: dict[str, NDArray], _rows: int) -> NDArray[np.float32]:
+        for name, array in inputs.items():
+            request.set_tensor(name, ov.Tensor(array))
+        request.infer()
+        return request.get_output_tensor(0).data.copy()
+
+    return _probed(step, widths)
+
+
+def probe_plan(graph: NativeGraph) -> NDArray[np.float32]:
+    """The same of a plan."""
+    places, plan = graph.plan.places(), graph.plan
+    caches = [zeroed(len(_BLOCKS) * each.width) for each in plan.inputs if each.is_cache]
+    for place, each in enumerate(plan.inputs):
+        if each.is_cache:
+            graph.set_input(place, caches[0], len(_BLOCKS))
+
+    def step(inputs: dict[str, NDArray], rows: int) -> NDArray[np.float32]:
+        for name, array in inputs.items():
+            graph.set_input(places[name], array, array.size if not array.ndim else len(array))
+        results = [np.empty((rows, output.width), np.float32) for output in plan.outputs]
+        for place, array in enumerate(results):
+            graph.set_output(place, array)
+        graph.run(1)
+        return results[0]
+
+    return _probed(step, {each.name: each.width for each in plan.inputs if not each.is_cache})
+
+
+def _probed(
+    step: Callable[[dict[str, NDArray], int], NDArray[np.float32]], widths: dict[str, int]
+) -> NDArray[np.float32]:
+    """What `step` returns for the inputs named in `widths` (of what comes as rows: floats a row) and so many rows."""
+    results = []
     for past, new in _STEPS:
         blocks = _BLOCKS[: -(-(past + new) // 32)]
         positions = np.arange(past, past + new)
         inputs = {
-            "input_ids": positions * 31 % vocab_size,
+            "input_ids": positions * 31 % _FEW_TOKENS,
             "position_ids": positions,
             "past_lens": np.array([past], np.int32),
             "query_starts": np.array([0, new], np.int32),
@@ -46,20 +81,14 @@ def probe(compiled: ov.CompiledModel) -> NDArray[np.float32]:
             "block_starts": np.array([0, len(blocks)], np.int32),
             "max_context_len": np.array(past + new, np.int32),
             "logits_rows": np.arange(new),
-            "hidden_states": _hidden_states(compiled, positions),
+            "hidden_states": _hidden_states(widths.get("hidden_states", 0), positions),
         }
-        for name in names & inputs.keys():
-            request.set_tensor(name, ov.Tensor(inputs[name]))
-        request.infer()
-        logits.append(request.get_output_tensor(0).data.copy())
-    return np.concatenate(logits)
+        results.append(step({name: inputs[name] for name in inputs.keys() & widths.keys()}, new))
+    return np.concatenate(results)
 
 
-def _hidden_states(compiled: ov.CompiledModel, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-    """What a head's tokens come with: [new, H], or [new, 0] of an engine that takes none."""
-    (width,) = [port.partial_shape[1].get_length() for port in compiled.inputs if port.any_name == "hidden_states"] or [
-        0
-    ]
+def _hidden_states(width: int, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """What a head's tokens come with: [new, width]."""
     return np.sin(np.outer(positions + 1, np.arange(1, width + 1)) * 0.7).astype(np.float32)
 
 

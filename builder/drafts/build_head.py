@@ -22,7 +22,7 @@ VOCABULARY = "head.vocabulary.json"
 
 
 def build_head(recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: Progress) -> DraftHeadInfo:
-    """Build the engine of the recipe's `draft_head` into `folder`, as head.xml, head.bin and head.blob.
+    """Build the engine of the recipe's `draft_head` into `folder`, as head.xml, head.bin and head.plan.
 
     Its weights are int8; compute, KV format and limits are the recipe's.
 
@@ -59,6 +59,7 @@ def build_head(recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: P
     backend = msgspec.structs.replace(
         engine.backend,
         engine=_renamed(engine.backend.engine),
+        plan=_renamed(engine.backend.plan) if engine.backend.plan else None,
         blob=_renamed(engine.backend.blob) if engine.backend.blob else None,
     )
     return DraftHeadInfo(

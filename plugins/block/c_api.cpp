@@ -14,6 +14,7 @@
 
 using plancast::block::Graph;
 using plancast::block::Program;
+using plancast::block::Table;
 
 struct PlancastGraph {
     explicit PlancastGraph(const std::vector<size_t>& widths) : graph(widths) {}
@@ -30,14 +31,14 @@ PLANCAST_EXPORT void plancast_graph_free(PlancastGraph* graph) {
     delete graph;
 }
 
-PLANCAST_EXPORT uint64_t plancast_graph_look_up_f32(PlancastGraph* graph, const float* table, uint64_t width,
-                                                    uint64_t ids) {
-    return graph->graph.look_up({width, table, nullptr, nullptr}, ids);
+PLANCAST_EXPORT uint64_t plancast_graph_look_up(PlancastGraph* graph, uint64_t type, const void* table, uint64_t width,
+                                                const float* scales, uint64_t group, uint64_t ids) {
+    return graph->graph.look_up({static_cast<Table::Type>(type), width, table, scales, group}, ids);
 }
 
-PLANCAST_EXPORT uint64_t plancast_graph_look_up_i8(PlancastGraph* graph, const int8_t* table, const float* scales,
-                                                   uint64_t width, uint64_t ids) {
-    return graph->graph.look_up({width, nullptr, table, scales}, ids);
+PLANCAST_EXPORT uint64_t plancast_graph_angles(PlancastGraph* graph, uint64_t sine, uint64_t positions,
+                                               const float* frequencies, uint64_t count) {
+    return graph->graph.angles(sine != 0, positions, frequencies, count);
 }
 
 PLANCAST_EXPORT uint64_t plancast_graph_take(PlancastGraph* graph, uint64_t value, uint64_t ids) {
@@ -46,6 +47,10 @@ PLANCAST_EXPORT uint64_t plancast_graph_take(PlancastGraph* graph, uint64_t valu
 
 PLANCAST_EXPORT uint64_t plancast_graph_norm(PlancastGraph* graph, uint64_t value, const float* gain, float epsilon) {
     return graph->graph.norm(value, gain, epsilon);
+}
+
+PLANCAST_EXPORT uint64_t plancast_graph_scale(PlancastGraph* graph, uint64_t value, float factor) {
+    return graph->graph.scale(value, factor);
 }
 
 PLANCAST_EXPORT uint64_t plancast_graph_join(PlancastGraph* graph, const uint64_t* parts, uint64_t count) {

@@ -1,9 +1,46 @@
 #include "block/graph.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <utility>
 
+#include "block/each_row.hpp"
+
 namespace plancast::block {
+
+namespace {
+
+float number(const float* data, size_t at) {
+    return data[at];
+}
+
+float number(const int8_t* data, size_t at) {
+    return static_cast<float>(data[at]);
+}
+
+float number(const uint16_t* data, size_t at) {  // bf16
+    const uint32_t bits = static_cast<uint32_t>(data[at]) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+template <typename T>
+void copy_row(const Table& table, size_t id, float* y) {
+    const T* x = static_cast<const T*>(table.data) + id * table.width;
+    if (!table.scales) {
+        for (size_t k = 0; k < table.width; ++k)
+            y[k] = number(x, k);
+        return;
+    }
+    const float* scale = table.scales + id * (table.width / table.group);
+    for (size_t first = 0; first < table.width; first += table.group, ++scale)
+        for (size_t k = first; k < first + table.group; ++k)
+            y[k] = number(x, k) * *scale;
+}
+
+}  // namespace
 
 Graph::Graph(const std::vector<size_t>& widths) : inputs_(widths.size()) {
     for (const size_t width : widths)
@@ -31,17 +68,31 @@ float* Graph::make(size_t value, size_t rows) {
 
 size_t Graph::look_up(const Table& table, size_t ids) {
     const size_t made = add(table.width);
-    steps_.emplace_back([this, table, ids, made] {
+    const auto copy = table.type == Table::f32    ? copy_row<float>
+                      : table.type == Table::bf16 ? copy_row<uint16_t>
+                                                  : copy_row<int8_t>;
+    steps_.emplace_back([this, table, copy, ids, made] {
         const size_t rows = values_[ids].rows;
         float* y = make(made, rows);
-        for (size_t row = 0; row < rows; ++row, y += table.width) {
-            const auto id = static_cast<size_t>(ids_of(ids)[row]), first = id * table.width;
-            if (table.floats)
-                std::copy_n(table.floats + first, table.width, y);
-            else
-                for (size_t k = 0; k < table.width; ++k)
-                    y[k] = static_cast<float>(table.bytes[first + k]) * table.scales[id];
-        }
+        each_row(rows, threads_, [&](size_t row) {
+            copy(table, static_cast<size_t>(ids_of(ids)[row]), y + row * table.width);
+        });
+    });
+    return made;
+}
+
+size_t Graph::angles(bool sine, size_t positions, const float* frequencies, size_t count) {
+    const size_t made = add(count);
+    steps_.emplace_back([this, sine, positions, frequencies, count, made] {
+        const size_t rows = values_[positions].rows;
+        float* y = make(made, rows);
+        each_row(rows, threads_, [&](size_t row) {
+            const auto position = static_cast<float>(ids_of(positions)[row]);
+            for (size_t k = 0; k < count; ++k) {
+                const float angle = position * frequencies[k];
+                y[row * count + k] = sine ? std::sin(angle) : std::cos(angle);
+            }
+        });
     });
     return made;
 }
@@ -63,8 +114,23 @@ size_t Graph::norm(size_t value, const float* gain, float epsilon) {
         const linear::Kernels& kernel = linear::kernels(linear::best_isa());
         const size_t rows = values_[value].rows, columns = width(value);
         float* y = make(made, rows);
-        for (size_t row = 0; row < rows; ++row)
+        each_row(rows, threads_, [&](size_t row) {
             kernel.rms_norm(rows_of(value) + row * columns, gain, epsilon, columns, y + row * columns);
+        });
+    });
+    return made;
+}
+
+size_t Graph::scale(size_t value, float factor) {
+    const size_t made = add(width(value));
+    steps_.emplace_back([this, value, factor, made] {
+        const size_t rows = values_[value].rows, columns = width(value);
+        float* y = make(made, rows);
+        each_row(rows, threads_, [&](size_t row) {
+            const float* x = rows_of(value) + row * columns;
+            for (size_t k = 0; k < columns; ++k)
+                y[row * columns + k] = x[k] * factor;
+        });
     });
     return made;
 }

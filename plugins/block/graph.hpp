@@ -1,5 +1,5 @@
-// A small model as its blocks and the little that stands between them, with no graph compiler around it: what takes
-// longer than the blocks themselves where they are few. Free of OpenVINO.
+// A model as its blocks and the little that stands between them, with no graph compiler around it, which would take longer
+// for its few operations than they do. Free of OpenVINO.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,13 @@
 
 namespace plancast::block {
 
-// Constant rows [., width]: f32, or i8 with a scale f32 each.
+// Constant rows [., width]; where `scales` f32 [., width / group] are given, a number is multiplied by its group's.
 struct Table {
+    enum Type { f32, bf16, i8 } type;
     size_t width;
-    const float* floats;
-    const int8_t* bytes;
+    const void* data;
     const float* scales;
+    size_t group;
 };
 
 // Values are numbered: the inputs first, then what steps make, [rows, width] f32 each. Not thread-safe.
@@ -29,8 +30,11 @@ public:
 
     // Each adds a step and returns the (first) value that it makes. Constants are the caller's, and stay.
     size_t look_up(const Table& table, size_t ids);  // `ids`: an input i64
-    size_t take(size_t value, size_t ids);           // rows of a value
+    // Cosines, or sines, of each position times `count` frequencies, as the C library rounds them.
+    size_t angles(bool sine, size_t positions, const float* frequencies, size_t count);
+    size_t take(size_t value, size_t ids);  // rows of a value
     size_t norm(size_t value, const float* gain, float epsilon);
+    size_t scale(size_t value, float factor);
     size_t join(const std::vector<size_t>& parts);  // side by side
     // `inputs`: the operation's (see op.py), but for `constants`, its last one, or null.
     size_t block(Program program, const std::vector<size_t>& inputs, const void* constants);

@@ -1,4 +1,4 @@
-"""A small model run by the C++ library alone (`graph.hpp`): blocks, and what stands between them."""
+"""A model run by the C++ library alone (`graph.hpp`), as its plan says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plugins.block.plan import Angles, Block, Constant, Join, LookUp, Norm, PlanError, Planned, Scale, Step, Take
+
 _MESSAGE = 512  # bytes of what is wrong with a program
+_TABLES = ("f32", "bf16", "i8")  # in the order of `Table::Type`
 
 
 @cache
@@ -20,14 +23,15 @@ def _library(path: Path) -> ctypes.CDLL:
     import openvino  # noqa: F401
 
     library = ctypes.CDLL(str(path))
-    pointer, number, text = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
+    pointer, number, real, text = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float, ctypes.c_char_p
     for name, takes, gives in (
         ("new", [pointer, number], pointer),
         ("free", [pointer], None),
-        ("look_up_f32", [pointer, pointer, number, number], number),
-        ("look_up_i8", [pointer, pointer, pointer, number, number], number),
+        ("look_up", [pointer, number, pointer, number, pointer, number, number], number),
+        ("angles", [pointer, number, number, pointer, number], number),
         ("take", [pointer, number, number], number),
-        ("norm", [pointer, number, pointer, ctypes.c_float], number),
+        ("norm", [pointer, number, pointer, real], number),
+        ("scale", [pointer, number, real], number),
         ("join", [pointer, pointer, number], number),
         ("block", [pointer, text, pointer, number, pointer, text, number], number),
         ("give", [pointer, number], None),
@@ -39,55 +43,28 @@ def _library(path: Path) -> ctypes.CDLL:
 
 
 class NativeGraph:
-    """A graph in the library at `path`. Values are numbers: the inputs, then what each step makes, [rows, width] f32.
+    """The graph of `planned` in the library at `path`.
 
-    Args:
-        widths: of the inputs, in floats a row; 0 for one that is no rows (ids i64, tables i32, a cache u8).
+    Attributes:
+        plan: its inputs and outputs, by place.
+
+    Raises:
+        PlanError: a block's program is none that the library knows.
     """
 
-    def __init__(self, path: Path, widths: Sequence[int]):
+    def __init__(self, path: Path, planned: Planned):
+        self.plan, self._constants = planned
         self._library = _library(path)
-        self._graph = self._library.plancast_graph_new(_numbers(widths), len(widths))
-        self._constants: list[NDArray[Any]] = []  # what the graph points to
-        self._data = (ctypes.c_void_p * len(widths))()
-        self._lengths = (ctypes.c_uint64 * len(widths))()
-        self._outputs = (ctypes.c_void_p * 0)()
-
-    def look_up(self, table: NDArray[Any], ids: int, scales: NDArray[np.float32] | None = None) -> int:
-        """Rows of a table f32 [N, width], or i8 with `scales` f32 [N]; `ids`: an input."""
-        width = table.shape[1]
-        if scales is None:
-            return self._library.plancast_graph_look_up_f32(self._graph, self._keep(table), width, ids)
-        return self._library.plancast_graph_look_up_i8(self._graph, self._keep(table), self._keep(scales), width, ids)
-
-    def take(self, value: int, ids: int) -> int:
-        """Rows of a value; `ids`: an input."""
-        return self._library.plancast_graph_take(self._graph, value, ids)
-
-    def norm(self, value: int, gain: NDArray[np.float32], epsilon: float) -> int:
-        """x / sqrt(mean(x^2) + epsilon) * gain."""
-        return self._library.plancast_graph_norm(self._graph, value, self._keep(gain), epsilon)
-
-    def join(self, parts: Sequence[int]) -> int:
-        """Values side by side."""
-        return self._library.plancast_graph_join(self._graph, _numbers(parts), len(parts))
-
-    def block(self, program: str, inputs: Sequence[int], constants: NDArray[np.uint8] | None) -> int:
-        """The first of the values that a block puts out. `inputs`: the operation's (`plugins.block.op`), but for its
-        constants. Raises `ValueError`: `program` is none."""
-        message = ctypes.create_string_buffer(_MESSAGE)
-        kept = None if constants is None else self._keep(constants)
-        made = self._library.plancast_graph_block(
-            self._graph, program.encode(), _numbers(inputs), len(inputs), kept, message, _MESSAGE
-        )
-        if not made:
-            raise ValueError(message.value.decode(errors="replace"))
-        return made
-
-    def give(self, value: int) -> None:
-        """Write `value` to the next of the outputs."""
-        self._library.plancast_graph_give(self._graph, value)
-        self._outputs = (ctypes.c_void_p * (len(self._outputs) + 1))()
+        inputs = self.plan.inputs
+        widths = _numbers([0 if each.is_cache else each.width for each in inputs])
+        self._graph = self._library.plancast_graph_new(widths, len(inputs))
+        for step in self.plan.steps:
+            self._add(step)
+        for output in self.plan.outputs:
+            self._library.plancast_graph_give(self._graph, output.value)
+        self._data = (ctypes.c_void_p * len(inputs))()
+        self._lengths = (ctypes.c_uint64 * len(inputs))()
+        self._outputs = (ctypes.c_void_p * len(self.plan.outputs))()
 
     def set_input(self, place: int, array: NDArray[Any], length: int) -> None:
         """Let the next runs read `length` rows of `array`, contiguous, which must stay."""
@@ -106,11 +83,33 @@ class NativeGraph:
         """Every input and output must have been set."""
         self._library.plancast_graph_run(self._graph, self._data, self._lengths, self._outputs, num_threads)
 
-    def _keep(self, array: NDArray[Any]) -> int:
-        if not array.flags.c_contiguous:
-            raise ValueError("constants must be contiguous")
-        self._constants.append(array)
-        return array.ctypes.data
+    def _add(self, step: Step) -> None:
+        library, graph = self._library, self._graph
+        match step:
+            case LookUp(ids, table, scales):
+                width = table.shape[1]
+                group = width // scales.shape[1] if scales else 0
+                kind = _TABLES.index(table.dtype)
+                library.plancast_graph_look_up(graph, kind, self._at(table), width, self._at(scales), group, ids)
+            case Angles(positions, frequencies, sine):
+                (count,) = frequencies.shape
+                library.plancast_graph_angles(graph, sine, positions, self._at(frequencies), count)
+            case Take(value, ids):
+                library.plancast_graph_take(graph, value, ids)
+            case Norm(value, gain, epsilon):
+                library.plancast_graph_norm(graph, value, self._at(gain), epsilon)
+            case Scale(value, factor):
+                library.plancast_graph_scale(graph, value, factor)
+            case Join(values):
+                library.plancast_graph_join(graph, _numbers(values), len(values))
+            case Block(program, values, constants):
+                message = ctypes.create_string_buffer(_MESSAGE)
+                given = _numbers(values), len(values), self._at(constants)
+                if not library.plancast_graph_block(graph, program.encode(), *given, message, _MESSAGE):
+                    raise PlanError(message.value.decode(errors="replace"))
+
+    def _at(self, constant: Constant | None) -> int | None:
+        return None if constant is None else self._constants.ctypes.data + constant.begin
 
     def __del__(self) -> None:
         if (graph := getattr(self, "_graph", None)) is not None:

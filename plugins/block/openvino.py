@@ -1,7 +1,7 @@
 """`plancast::Block` on OpenVINO: layer upon layer becomes one operation, attention by our kernels included.
 
 Runs after `plugins.linear.openvino.lower_linear`. Nodes that a block has a step for are gathered into groups such that
-no path leaves a group and comes back; each group with more than one step is replaced.
+no path leaves a group and comes back; each group with more than one step, or of a product alone, is replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plugins.block.patterns import Key, Match, key_of, match, row_width, views
 
 POOL = "kv_cache.all"  # the name of the input that holds every layer's caches
 _LINE = 64  # bytes of a cache line
-_SMALLEST = 2  # steps of a block: one alone gains nothing
+_SMALLEST = 2  # steps of a block: one alone gains nothing, and a product loses nothing
 
 
 def fuse_blocks(model: ov.Model, native: Path) -> int:
@@ -37,7 +37,7 @@ def fuse_blocks(model: ov.Model, native: Path) -> int:
     factory = NodeFactory()
     factory.add_extension(str(native))
     made: dict[Key, ov.Output] = {}  # what a value has become
-    groups = [group for group in _groups(model, matches) if len(group) >= _SMALLEST]
+    groups = [group for group in _groups(model, matches) if len(group) >= _SMALLEST or group[0].kind == "linear"]
     pool = _join_caches(model, groups)
     for group in groups:
         _Builder(group, factory, made, pool).build()

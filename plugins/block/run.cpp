@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "block/each_row.hpp"
 #include "block/program.hpp"
-#include "native/pool.hpp"
 
 namespace plancast::block {
 
@@ -57,16 +57,6 @@ struct Frame {
     size_t stride(const Columns& c) const { return program.values[c.value].width; }
     const float* constant(int port) const { return port < 0 ? nullptr : static_cast<const float*>(ports[port]); }
 };
-
-template <typename Body>
-void each_row(size_t rows, size_t threads, const Body& body) {
-    const size_t parts = rows < linear::kRowsOfOne ? 1 : std::min(rows, 4 * threads);
-    parallel(parts, threads, [&](size_t index) {
-        const Part part(rows, index, parts);
-        for (size_t row = part.first; row < part.last; ++row)
-            body(row);
-    });
-}
 
 Source source_of(const Step& step, const Frame& frame) {
     Source source;

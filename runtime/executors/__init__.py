@@ -20,13 +20,12 @@ def open_executor(artifact: Artifact, *, num_threads: int | None = None) -> Exec
     """
     name = artifact.manifest.backend.name
     if name == "openvino":
+        from runtime.executors.native import open_native
+
+        if (executor := open_native(artifact, num_threads)) is not None:
+            return executor
         from runtime.executors.openvino import OpenVINOExecutor
 
-        if artifact.is_head:
-            from runtime.executors.openvino_head import open_head
-
-            if (head := open_head(artifact, num_threads)) is not None:
-                return head
         return OpenVINOExecutor(artifact, num_threads=num_threads)
     if name == "torch":
         from runtime.executors.torch import TorchDeviceExecutor, TorchExecutor

@@ -15,17 +15,19 @@ from plugins.linear.op import OP_TYPE
 from plugins.native import find_native
 from plugins.paged_attention.openvino import KV_SCALE_BYTES
 from runtime.errors import ArtifactError, PlancastError
-from runtime.executor import StepBatch
 from runtime.executors.batch_checks import check_ids
 from runtime.executors.kv_cache import CacheOwner
-from runtime.executors.openvino_inputs import STEP_INPUTS, StepInputs
+from runtime.executors.manifest_checks import check_block, vocabulary
+from runtime.executors.openvino_inputs import StepInputs
 from runtime.executors.openvino_model import OpenVINOEngine, reason
+from runtime.executors.step_inputs import STEP_INPUTS, one_token
 from runtime.manifest import rebuild_hint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from runtime.artifact import Artifact
+    from runtime.executor import StepBatch
     from runtime.kv_layout import KvLayout
 
 
@@ -69,17 +71,12 @@ class OpenVINOExecutor(CacheOwner):
             if port.any_name in STEP_INPUTS
         ]
         self._inputs = StepInputs(step_inputs)
-        self._check_cells(artifact)
-        width: int = compiled.output(0).partial_shape[1].get_length()
-        self.vocab_size = width if manifest.embedding is None else manifest.model.vocab_size
+        block = sum(int(np.prod(shape)) * dtype.bitwidth // 8 for _, dtype, shape in self._cells.values())
+        check_block(artifact, self.kv_layout, block)
+        self.vocab_size = vocabulary(artifact, compiled.output(0).partial_shape[1].get_length())
         # A head reads every token of its target, and says only some.
         self._reads_hidden = any(field == "hidden_states" for _, field, _ in step_inputs)
         self._known_tokens = manifest.model.vocab_size if self._reads_hidden else self.vocab_size
-        if manifest.embedding is not None and width != manifest.embedding.size:
-            raise ArtifactError(
-                f"{artifact.path}: a hidden state has {width} entries in the engine and {manifest.embedding.size} in "
-                f"the manifest; {rebuild_hint(manifest.name)}"
-            )
         self._gives_hidden = len(compiled.outputs) > 1
         self.hidden_states: NDArray[np.float32] | None = None
         self.load_seconds = time.perf_counter() - begin
@@ -105,9 +102,7 @@ class OpenVINOExecutor(CacheOwner):
             PlancastError: nothing is allocated.
         """
         if not self._reads_hidden:
-            zero, starts = np.zeros(1, np.int32), np.array([0, 1], np.int32)
-            ids = zero.astype(np.int64)
-            self.run(StepBatch(ids, ids, zero, starts, zero, starts, 1, ids))
+            self.run(one_token())
 
     def run(self, batch: StepBatch) -> NDArray[np.float32]:
         """Run one step; see `Executor.run`. The logits are OpenVINO's own memory, overwritten by the next step.
@@ -135,15 +130,6 @@ class OpenVINOExecutor(CacheOwner):
         if self._request is None:
             raise PlancastError("the executor is closed")
         return self._request
-
-    def _check_cells(self, artifact: Artifact) -> None:
-        """The compiled cache must be what the manifest tells the block pool."""
-        block = sum(int(np.prod(shape)) * dtype.bitwidth // 8 for _, dtype, shape in self._cells.values())
-        if block != self.kv_layout.bytes_per_block:
-            raise ArtifactError(
-                f"{artifact.path}: a KV block has {block} bytes in the engine and {self.kv_layout.bytes_per_block} in "
-                f"the manifest; {rebuild_hint(artifact.manifest.name)}"
-            )
 
 
 def _openvinos_cells(layout: KvLayout) -> KvLayout:

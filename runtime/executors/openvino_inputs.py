@@ -9,26 +9,14 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
+from runtime.executors.step_inputs import SCALAR
+
 if TYPE_CHECKING:
     from runtime.executor import StepBatch
 
-# Graph input -> the batch's field and dtype. A model without rotary embedding has no position_ids.
-STEP_INPUTS = {
-    "input_ids": ("token_ids", np.int64),
-    "position_ids": ("positions", np.int64),
-    "past_lens": ("past_lens", np.int32),
-    "query_starts": ("query_starts", np.int32),
-    "block_ids": ("block_ids", np.int32),
-    "block_starts": ("block_starts", np.int32),
-    "max_context_len": ("max_context_len", np.int32),
-    "logits_rows": ("logits_rows", np.int64),
-    "hidden_states": ("hidden_states", np.float32),
-}
 # Arrays of up to so many rows are copied into tensors that stay: a decode's are a few bytes, and making and setting a
 # tensor takes longer than any of them takes to copy. Larger ones are handed over as they are.
 _MOST_KEPT = 32
-# The graph wants a scalar.
-SCALAR = "max_context_len"
 
 
 @dataclass(slots=True)

@@ -57,7 +57,11 @@ class OpenVINOEngine:
 
     def compile_ir(self, path: Path) -> ov.CompiledModel:
         """Compile the IR at `path`. Raises `RuntimeError`."""
-        return self.core.compile_model(self.read_ir(path), "CPU", self.properties)
+        return self.compile(self.read_ir(path))
+
+    def compile(self, model: ov.Model) -> ov.CompiledModel:
+        """Compile what `read_ir` returned. Raises `RuntimeError`."""
+        return self.core.compile_model(model, "CPU", self.properties)
 
     def import_blob(self, path: Path) -> ov.CompiledModel:
         """Load a compiled form. Raises `RuntimeError` where this OpenVINO, or this CPU, is not the one it was made for.

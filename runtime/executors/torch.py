@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import ArtifactError, PlancastError
 from runtime.executors.batch_checks import check_ids
+from runtime.executors.manifest_checks import check_block
 from runtime.executors.sampling_blocks import (
     MAX_DRAFT_ENTRIES,
     MAX_TOP_LOGPROBS,
@@ -89,12 +90,7 @@ class TorchExecutor:
         self._max_blocks = -(-manifest.limits.max_context_len // manifest.kv.block_size)
         self.kv_layout: KvLayout = manifest.kv
         self.vocab_size: int = self._engine.vocab_size
-        block = sum(self._engine.block_bytes)
-        if block != self.kv_layout.bytes_per_block:
-            raise ArtifactError(
-                f"{artifact.path}: a KV block has {block} bytes in the engine and {self.kv_layout.bytes_per_block} in "
-                f"the manifest; {hint}"
-            )
+        check_block(artifact, self.kv_layout, sum(self._engine.block_bytes))
         self.load_seconds = time.perf_counter() - begin
 
     @property

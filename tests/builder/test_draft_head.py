@@ -192,14 +192,15 @@ def test_the_library_alone_computes_what_openvino_does() -> None:
 
     from runtime.artifact import Artifact
     from runtime.executors import open_executor
+    from runtime.executors.native import NativeExecutor
     from runtime.executors.openvino import OpenVINOExecutor
-    from runtime.executors.openvino_head import HeadExecutor
 
     folder, _ = trained()
     head = Artifact.open(folder / "artifact").draft_head()
     assert head is not None
     ours, theirs = open_executor(head, num_threads=2), OpenVINOExecutor(head, num_threads=2)
-    assert isinstance(ours, HeadExecutor), "fell back"
+    assert isinstance(ours, NativeExecutor), "fell back"
+    assert ours.load_source == "plan"
     assert (ours.kv_layout, ours.vocab_size) == (theirs.kv_layout, theirs.vocab_size)
     with pytest.raises(PlancastError, match="allocate"):
         ours.run(draft_batch([(0, 1)], width=64))
@@ -209,6 +210,7 @@ def test_the_library_alone_computes_what_openvino_does() -> None:
         batch = draft_batch(parts, width=64, seed=seed)
         expected, got = theirs.run(batch), ours.run(batch)
         assert got.shape == expected.shape == (len(batch.logits_rows), 512)
+        # OpenVINO's own norm, of what stands before the blocks, rounds in other places.
         for index, (made, meant) in enumerate(((got, expected), (ours.hidden_states, theirs.hidden_states))):
             assert np.abs(made - meant).max() <= 1e-3 * meant.std(), index
     assert any(ours.read_block(0))
@@ -216,8 +218,6 @@ def test_the_library_alone_computes_what_openvino_does() -> None:
     assert ours.read_block(8) == ours.read_block(0)
     with pytest.raises(ValueError, match="token_ids must lie in"):
         ours.run(draft_batch([(0, 1)], width=64, token_id=10**6))
-    with pytest.raises(ValueError, match="the head knows"):
-        ours.run(draft_batch([(10**6, 1)], width=64, block_id=0))
     ours.close()
     theirs.close()
 

@@ -13,6 +13,7 @@ from openvino_engine import build_artifact, lowered, recipe, skip_unless_compute
 from tiny_onnx import TinyOnnx
 
 from builder.backends import openvino as backend
+from builder.backends import openvino_compiled
 from builder.recipe import BackendConfig, KvConfig, Recipe
 from plugins import native
 from runtime.errors import BuildError
@@ -34,6 +35,22 @@ def test_writes_ir_and_blob_and_nothing_else(tmp_path):
     assert (info.name, info.engine, info.blob) == ("openvino", "engine.xml", "engine.blob")
     assert info.version == ov.get_version()
     assert info.properties["INFERENCE_PRECISION_HINT"] == "f32"
+
+
+def test_where_our_library_runs_everything_there_is_a_plan(tmp_path):
+    tiny = TinyOnnx(weights="int8", rope="halves")
+    info = backend.compile_engine(tiny.model(), recipe(weights="int8"), tmp_path)
+    assert files(tmp_path) == ["engine.bin", "engine.plan", "engine.xml"]
+    assert (info.plan, info.blob) == ("engine.plan", None)
+
+
+def test_a_plan_that_computes_something_else_is_not_kept(tmp_path, monkeypatch):
+    notes = []
+    progress = type("Progress", (), {"note": lambda _, line: notes.append(line)})()
+    monkeypatch.setattr(openvino_compiled, "probe_plan", lambda graph: np.full((68, 97), np.nan, np.float32))
+    info = backend.compile_engine(TinyOnnx(weights="int8").model(), recipe(weights="int8"), tmp_path, progress)
+    assert (files(tmp_path), info.plan, info.blob) == (["engine.bin", "engine.xml"], None, None)
+    assert [note for note in notes if "does not compute what the portable form does" in note] == notes != []
 
 
 def test_a_recipe_can_do_without_the_blob(tmp_path):
@@ -202,7 +219,7 @@ def test_an_embedding_with_scales_a_column_is_refused(tmp_path):
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("method", ["compile_ir", "import_blob"])
+@pytest.mark.parametrize("method", ["compile", "import_blob"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
 def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, error, method):
     def stop(*_args):
@@ -211,6 +228,17 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, error, metho
     monkeypatch.setattr(OpenVINOEngine, method, stop)
     with pytest.raises(type(error)):
         backend.compile_engine(TinyOnnx().model(), recipe(), tmp_path)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_an_interrupted_plan_leaves_nothing(tmp_path, monkeypatch, error):
+    def stop(*_args):
+        raise error
+
+    monkeypatch.setattr(openvino_compiled, "read_plan", stop)
+    with pytest.raises(type(error)):
+        backend.compile_engine(TinyOnnx(weights="int8").model(), recipe(weights="int8"), tmp_path)
     assert files(tmp_path) == []
 
 

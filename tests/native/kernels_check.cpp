@@ -229,21 +229,27 @@ void check_graph(size_t rows) {
     block::Graph graph({3, 0});
     std::vector<float> gain = activations(1, 6), floats = activations(5, 3);
     std::vector<int8_t> bytes(15, 7);
-    std::vector<float> scales = activations(1, 5);
-    const size_t ids = 1, joined = graph.join({graph.look_up({3, floats.data(), nullptr, nullptr}, ids), 0});
+    std::vector<uint16_t> halves(15, 0x4040);  // 3
+    std::vector<float> scales = activations(1, 5), finer = activations(5, 3), frequencies = activations(1, 3);
+    using block::Table;
+    const size_t ids = 1, joined = graph.join({graph.look_up({Table::f32, 3, floats.data(), nullptr, 0}, ids), 0});
     const size_t made = graph.block(block::Program::parse("input 6;value 6 0;add 1 0 0 6 0 0 6"), {joined}, nullptr);
-    const size_t whole = graph.look_up({3, nullptr, bytes.data(), scales.data()}, ids);
+    const size_t whole = graph.look_up({Table::i8, 3, bytes.data(), scales.data(), 3}, ids);
+    const size_t half = graph.scale(graph.look_up({Table::bf16, 3, halves.data(), finer.data(), 1}, ids), 0.5f);
+    const size_t angles = graph.angles(false, ids, frequencies.data(), 3);
     const size_t normed = graph.norm(graph.take(made, ids), gain.data(), 1e-5f);
     graph.give(whole);
     graph.give(normed);
+    graph.give(half);
+    graph.give(angles);
     const std::vector<float> x = activations(rows, 3);
     std::vector<int64_t> chosen(rows);
     for (size_t row = 0; row < rows; ++row)
         chosen[row] = static_cast<int64_t>((rows - row) % std::min<size_t>(rows, 5));
-    std::vector<float> one(rows * 3), two(rows * 6);
+    std::vector<float> one(rows * 3), two(rows * 6), three(rows * 3), four(rows * 3);
     const void* data[] = {x.data(), chosen.data()};
     const uint64_t lengths[] = {rows, rows};
-    float* outputs[] = {one.data(), two.data()};
+    float* outputs[] = {one.data(), two.data(), three.data(), four.data()};
     graph.run(data, lengths, outputs, 2);
     for (size_t row = 0; row < rows; ++row) {
         const auto id = static_cast<size_t>(chosen[row]);
@@ -254,7 +260,9 @@ void check_graph(size_t rows) {
         }
         kernels(best_isa()).rms_norm(sum, gain.data(), 1e-5f, 6, expected);
         for (size_t k = 0; k < 6; ++k)
-            if (!same(expected[k], two[row * 6 + k], true) || one[row * 3 + k % 3] != 7 * scales[id]) {
+            if (!same(expected[k], two[row * 6 + k], true) || one[row * 3 + k % 3] != 7 * scales[id] ||
+                three[row * 3 + k % 3] != 3 * finer[id * 3 + k % 3] * 0.5f ||
+                four[row * 3 + k % 3] != std::cos(static_cast<float>(id) * frequencies[k % 3])) {
                 std::printf("graph: row %zu of %zu is wrong\n", row, rows);
                 ++failures;
                 return;

@@ -9,17 +9,12 @@ from runtime.executor import StepBatch
 BLOCK = 32
 
 
-def draft_batch(
-    parts: list[tuple[int, int]], *, width: int, seed: int = 0, token_id: int | None = None, block_id: int | None = None
-) -> StepBatch:
-    """Sequences of (past, new) tokens, each with logits of its last half; the n-th in blocks 3 n, 3 n + 1, ..., or all
-    in `block_id`. Tokens are drawn, or `token_id`."""
+def draft_batch(parts: list[tuple[int, int]], *, width: int, seed: int = 0, token_id: int | None = None) -> StepBatch:
+    """Sequences of (past, new) tokens, each with logits of its last half; the n-th in blocks 3 n, 3 n + 1, ... Tokens
+    are drawn, or `token_id`."""
     rng = np.random.default_rng(seed)
     starts = np.cumsum([0, *(new for _, new in parts)])
-    tables = [
-        np.arange(-(-(past + new) // BLOCK)) * (block_id is None) + (3 * at if block_id is None else block_id)
-        for at, (past, new) in enumerate(parts)
-    ]
+    tables = [np.arange(-(-(past + new) // BLOCK)) + 3 * at for at, (past, new) in enumerate(parts)]
     rows = [np.arange(start + new // 2, start + new) for start, (_, new) in zip(starts, parts, strict=False)]
     total = int(starts[-1])
     return StepBatch(

@@ -52,7 +52,7 @@ def test_it_loads_from_the_compiled_form_where_there_is_one(smollm2_artifact: Pa
     artifact = Artifact.open(smollm2_artifact)
     executor = open_executor(artifact)
     try:
-        expected = "blob" if find_native() is not None and artifact.blob is not None else "ir"
+        expected = "plan" if find_native() is not None and artifact.plan is not None else "ir"
         assert executor.load_source == expected  # type: ignore[attr-defined]
         assert executor.vocab_size == artifact.manifest.model.vocab_size
     finally:
