@@ -70,18 +70,33 @@ Source source_of(const Step& step, const Frame& frame) {
     return source;
 }
 
-void run_step(const Step& step, const Frame& frame, size_t rows, size_t threads, linear::RowsBuffer& buffer) {
+linear::Weight weight_of(const Step& step, const Frame& frame) {
+    linear::Weight weight = step.weight;
+    weight.data = static_cast<const uint8_t*>(frame.ports[step.weight_port]);
+    return weight;
+}
+
+// What is read after step `index` and what comes before the next product: nothing where that is the last.
+Upcoming after(size_t index, const Frame& frame, size_t threads) {
+    const std::vector<Step>& steps = frame.program.steps;
+    while (++index < steps.size())
+        if (steps[index].kind == Step::linear)
+            return linear::reads_first(weight_of(steps[index], frame), frame.rows, threads);
+    return {};
+}
+
+void run_step(size_t index, const Frame& frame, size_t rows, size_t threads, linear::RowsBuffer& buffer) {
+    const Step& step = frame.program.steps[index];
     const linear::Isa isa = linear::best_isa();
     const Kernels& kernel = linear::kernels(isa);
     float* const y = frame.made(step.target);
     const size_t width = frame.program.values[step.target].width;
     if (step.kind == Step::linear) {
-        linear::Weight weight = step.weight;
-        weight.data = static_cast<const uint8_t*>(frame.ports[step.weight_port]);
         const float* residual = step.residual ? frame.read(step.c) : nullptr;
         const linear::Target target{y, width, frame.constant(step.bias_port), residual,
                                     step.residual ? frame.stride(step.c) : 0};
-        return linear::multiply(weight, source_of(step, frame), rows, target, buffer, threads, isa);
+        return linear::multiply(weight_of(step, frame), source_of(step, frame), rows, target, buffer, threads, isa,
+                                after(index, frame, threads));
     }
     if (step.kind == Step::norm || step.kind == Step::gate) {
         const Source source = source_of(step, frame);
@@ -117,11 +132,12 @@ void run_step(const Step& step, const Frame& frame, size_t rows, size_t threads,
 }
 
 // All rows of an attend step.
-void attend(const Step& step, const Frame& frame, size_t sequences, size_t threads) {
+void attend(size_t index, const Frame& frame, size_t sequences, size_t threads) {
     const Program& program = frame.program;
-    const auto table = [&](size_t index) { return static_cast<const int32_t*>(frame.ports[program.inputs + index]); };
-    const auto cache = [&](size_t index) {
-        return static_cast<uint8_t*>(const_cast<void*>(frame.ports[program.inputs + Program::kTables + index]));
+    const Step& step = program.steps[index];
+    const auto table = [&](size_t n) { return static_cast<const int32_t*>(frame.ports[program.inputs + n]); };
+    const auto cache = [&](size_t n) {
+        return static_cast<uint8_t*>(const_cast<void*>(frame.ports[program.inputs + Program::kTables + n]));
     };
     attention::Problem p = step.problem;
     p.query = frame.read(step.a);
@@ -141,7 +157,8 @@ void attend(const Step& step, const Frame& frame, size_t sequences, size_t threa
     p.alibi = frame.constant(step.alibi_port);
     p.sequences = sequences;
     thread_local attention::Workspace workspace;
-    attention::run(p, *attention::kernels(attention::best_isa()), threads, workspace);
+    attention::run(p, *attention::kernels(attention::best_isa()), threads, workspace,
+                   after(index, frame, threads));
 }
 
 }  // namespace
@@ -159,9 +176,9 @@ void Program::run(const std::vector<const void*>& ports, const std::vector<float
         for (size_t first = 0; first < rows; first += count) {
             frame.first = first;
             if (attends)
-                attend(steps[stretch.first], frame, sequences, threads);
+                attend(stretch.first, frame, sequences, threads);
             for (size_t i = stretch.first; i < stretch.last && !attends; ++i)
-                run_step(steps[i], frame, std::min(count, rows - first), threads, buffer);
+                run_step(i, frame, std::min(count, rows - first), threads, buffer);
         }
     }
 }

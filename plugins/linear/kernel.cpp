@@ -15,6 +15,11 @@ constexpr Isa kBestFirst[] = {Isa::amx, Isa::avx512_bf16, Isa::avx512_vnni, Isa:
 constexpr size_t kRowsOfStream = 33;
 constexpr size_t kRowsOfTask = 128;  // their activations stay in the second-level cache
 
+// Into how many stretches the weights of few rows are cut.
+size_t stretches_of(size_t strips, size_t threads) {
+    return std::min(strips, 2 * threads);
+}
+
 bool has_avx_vnni() {
 #if defined(PLANCAST_X86)
     if (!__builtin_cpu_supports("avx2"))
@@ -139,8 +144,15 @@ const float* source_row(const Source& source, size_t row, size_t columns, const 
     }
 }
 
+Upcoming reads_first(const Weight& w, size_t rows, size_t threads) {
+    if (rows >= kRowsOfStream)
+        return {};
+    const size_t stretches = stretches_of(w.strips(), threads);
+    return {w.data, Part(w.strips(), 0, stretches).last * w.strip_bytes()};
+}
+
 void multiply(const Weight& w, const Source& source, size_t rows, const Target& target, RowsBuffer& buffer,
-              size_t threads, Isa isa) {
+              size_t threads, Isa isa, const Upcoming& upcoming) {
     const Kernels& kernel = kernels(isa);
     const Rows rounded = buffer.reserve(w, rows, kernel.wide);
     const size_t rounders = rows < kRowsOfOne ? 1 : std::min(rows, 4 * threads);
@@ -155,7 +167,7 @@ void multiply(const Weight& w, const Source& source, size_t rows, const Target& 
     const size_t strips = w.strips();
     const bool stream = rows < kRowsOfStream;
     const size_t heights = stream ? 1 : (rows + kRowsOfTask - 1) / kRowsOfTask;
-    const size_t stretches = std::min(strips, stream ? 2 * threads : std::max<size_t>(strips / 2, 2 * threads));
+    const size_t few = stretches_of(strips, threads), stretches = stream ? few : std::max(few, strips / 2);
     // By value: another core fetches what lies together in one go.
     const auto task = [=, &kernel](size_t index) {
         const Part part(strips, index / heights, stretches), height(rows, index % heights, heights);
@@ -169,7 +181,7 @@ void multiply(const Weight& w, const Source& source, size_t rows, const Target& 
         if (kernel.release)
             kernel.release();
     };
-    parallel(stretches * heights, threads, task);
+    parallel(stretches * heights, threads, task, upcoming);
 }
 
 }  // namespace plancast::linear

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "linear/weight.hpp"
+#include "native/pool.hpp"
 
 namespace plancast::linear {
 
@@ -79,9 +80,11 @@ struct Source {
     float epsilon = 0;
 };
 
-// y = source W^T on at most `threads` threads.
+// y = source W^T on at most `threads` threads. `upcoming`: what is read after it (see native/pool.hpp).
 void multiply(const Weight& weight, const Source& source, size_t rows, const Target& target, RowsBuffer& buffer,
-              size_t threads, Isa isa);
+              size_t threads, Isa isa, const Upcoming& upcoming = {});
+// What `multiply` of so many rows reads first of a weight; nothing where reading it is not what takes the time.
+Upcoming reads_first(const Weight& weight, size_t rows, size_t threads);
 
 // One row of a source: where it lies, or in `buffer` [columns] what comes of it.
 const float* source_row(const Source& source, size_t row, size_t columns, const Kernels& kernel, float* buffer);

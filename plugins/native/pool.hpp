@@ -2,15 +2,23 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace plancast {
+
+// Memory that a later call will read: thread n of it, where the caller is thread 0, from data + n * bytes on. Who waits asks
+// for its part meanwhile. Only ever prefetched: it need not be there any more.
+struct Upcoming {
+    const uint8_t* data = nullptr;
+    size_t bytes = 0;
+};
 
 // Threads that this process may use: the CPUs that it is bound to.
 size_t usable_cpus();
 
 namespace pool {
 using Task = void (*)(const void* context, size_t index);
-void run(size_t tasks, size_t threads, Task task, const void* context);
+void run(size_t tasks, size_t threads, Task task, const void* context, const Upcoming& upcoming);
 }  // namespace pool
 
 // body(index) for each index in [0, tasks), on at most `threads` threads, the caller among them; returns when all are
@@ -19,11 +27,13 @@ void run(size_t tasks, size_t threads, Task task, const void* context);
 // same for any number of threads. A call from inside a task, or while another thread's call runs, does its tasks alone.
 // Tasks must not throw, nor wait for one another.
 //
-// Who waits, for a call or for its last tasks, spins for 0.05 ms and then sleeps; nobody yields.
+// Who waits, for a call or for its last tasks, spins for 0.05 ms and then sleeps; nobody yields. `upcoming`: what to read in
+// that time, from this call on; without it, still what a call before said.
 template <typename Body>
-void parallel(size_t tasks, size_t threads, const Body& body) {
+void parallel(size_t tasks, size_t threads, const Body& body, const Upcoming& upcoming = {}) {
     pool::run(
-        tasks, threads, [](const void* context, size_t index) { (*static_cast<const Body*>(context))(index); }, &body);
+        tasks, threads, [](const void* context, size_t index) { (*static_cast<const Body*>(context))(index); }, &body,
+        upcoming);
 }
 
 // The range [first, last) of part `index` when `count` items are cut into `parts` even parts, the larger ones first: threads

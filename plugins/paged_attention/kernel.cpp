@@ -151,7 +151,8 @@ Isa best_isa() {
     return Isa::portable;
 }
 
-void run(const Problem& problem, const Kernels& kernels, size_t threads, Workspace& workspace) {
+void run(const Problem& problem, const Kernels& kernels, size_t threads, Workspace& workspace,
+         const Upcoming& upcoming) {
     Plan& plan = workspace.plan;
     make_plan(problem, threads, plan);
     if (workspace.partials.size() < plan.partial_floats)
@@ -159,10 +160,11 @@ void run(const Problem& problem, const Kernels& kernels, size_t threads, Workspa
     workspace.counters.assign(plan.counters, 0);
     if (!plan.writes.empty())
         parallel(plan.writes.size(), threads, [&](size_t i) { kernels.write(problem, plan.writes[i]); });
-    parallel(plan.items.size(), threads, [&](size_t i) {
+    const auto item = [&](size_t i) {
         const Item* next = i + threads < plan.items.size() ? &plan.items[i + threads] : nullptr;
         kernels.attend(problem, plan.items[i], next, workspace.partials.data(), workspace.counters.data());
-    });
+    };
+    parallel(plan.items.size(), threads, item, upcoming);
 }
 
 }  // namespace plancast::attention

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "native/pool.hpp"
+
 namespace plancast::attention {
 
 constexpr size_t kPage = 32;    // tokens of a block
@@ -129,7 +131,9 @@ struct Workspace {
     std::vector<uint32_t> counters;
 };
 
-// Write the new keys and values into the cache and compute `problem.out`, on at most `threads` threads.
-void run(const Problem& problem, const Kernels& kernels, size_t threads, Workspace& workspace);
+// Write the new keys and values into the cache and compute `problem.out`, on at most `threads` threads. `upcoming`: what is
+// read after it (see native/pool.hpp).
+void run(const Problem& problem, const Kernels& kernels, size_t threads, Workspace& workspace,
+         const Upcoming& upcoming = {});
 
 }  // namespace plancast::attention
