@@ -1,26 +1,35 @@
 """`plancast bench speculation`: plain decoding against each proposer, in interleaved rounds of one run.
 
-Prompts are read (into the prefix cache) before anything is timed: what is measured is writing. Each ratio is of two
-runs that follow each other; the median over the rounds is reported, of the wall clock and of the processor's time,
-which a busy machine disturbs less.
+Prompts are read (into the prefix cache) before anything is timed: what is measured is writing. One request's ratio is
+of two runs that follow each other, with all that the engine does. With more requests, where there is little to gain or
+to lose, the engines step by turns (`bench.turns`), and their steps alone are timed. The median over the rounds is
+reported, of the wall clock and of the processor's time, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine
+from bench.turns import Played, play_by_turns
+from runtime.engine_core import EngineCore
+from runtime.engine_process import open_engine
 from runtime.errors import PlancastError
 from runtime.llm import LLM
 from runtime.sampling_params import SamplingParams
 from runtime.svg import FAINT, Svg
+
+_Prompt = dict[str, Any]
+_Run = Callable[[list[list[_Prompt]], SamplingParams], dict[str, Played]]
 
 PLAIN = "plain"
 _WORDS_A_PART = 350
@@ -100,17 +109,33 @@ def bench_speculation(
 
     with ExitStack() as stack:
         engines: dict[str, LLM] = {}
+        cores: dict[str, EngineCore] = {}
+        order = random.Random(0)
         for method in (PLAIN, *methods):
             progress(f"{method}: loading")
             config: Any = "off" if method == PLAIN else method
             if "draft_model" in method:
                 config = {"method": method, "model": draft}
             engines[method] = stack.enter_context(LLM(artifact, speculative_config=config, **options))
+            if max(requests) > 1:
+                opened = open_engine(engines[method].engine_spec)
+                stack.callback(opened.close)
+                cores[method] = opened.core
         for workload in workloads or prompts:
             for temperature in temperatures:
                 for count in requests:
                     progress(f"{workload}, temperature {temperature:g}, {count} requests")
-                    cells += _measure(engines, workload, prompts[workload], temperature, count, max_tokens, rounds)
+                    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
+                    run: _Run = partial(_alone, engines) if count == 1 else partial(_by_turns, cores, order)
+                    conversations = [[{"role": "user", "content": text}] for text in prompts[workload]]
+                    batches = _batches([engines[PLAIN].chat_prompt(each) for each in conversations], count)
+                    counted = engines if count == 1 else cores
+                    before = {method: counted[method].stats() for method in counted}
+                    measured = [Cell(workload, temperature, count, method) for method in engines]
+                    _measure(measured, [run(batches, params) for _ in range(rounds + 1)])
+                    for cell in measured:
+                        _add_drafting(cell, before[cell.method], counted[cell.method].stats())
+                    cells += measured
                     on_report(report())
     return report()
 
@@ -123,61 +148,56 @@ def default_methods(artifact: Path) -> list[str]:
     return ["ngram", "suffix", *head]
 
 
-def _measure(
-    engines: dict[str, LLM],
-    workload: str,
-    texts: list[str],
-    temperature: float,
-    count: int,
-    max_tokens: int,
-    rounds: int,
-) -> list[Cell]:
-    cells = {method: Cell(workload, temperature, count, method) for method in engines}
-    batches = _batches(texts, count)
-    outputs: dict[str, list[list[int]]] = {}
-    rates: dict[str, list[float]] = {method: [] for method in engines}
-    cpu_ratios: dict[str, list[float]] = {method: [] for method in engines}
-    before = {method: engine.stats() for method, engine in engines.items()}
-    for turn in range(rounds + 1):  # the first one reads the prompts, and teaches the engines what steps cost
-        plain_wall = plain_cpu = 1.0
-        for method, engine in engines.items():
-            wall, cpu, tokens, answers = _run(engine, batches, temperature, max_tokens)
-            outputs.setdefault(method, answers)
-            if method == PLAIN:
-                plain_wall, plain_cpu = wall / tokens, cpu / tokens
-            if turn:
-                rates[method].append(tokens / wall)
-                cells[method].ratios.append(plain_wall / (wall / tokens))
-                cpu_ratios[method].append(plain_cpu / (cpu / tokens))
-    for method, cell in cells.items():
-        cell.tokens_per_second = statistics.median(rates[method])
+def _measure(cells: list[Cell], rounds: list[dict[str, Played]]) -> None:
+    """Note in each method's cell what the rounds say; the first one reads the prompts, and teaches the engines what
+    steps cost."""
+    for cell in cells:
+        pairs = [(played[PLAIN], played[cell.method]) for played in rounds[1:]]
+        cell.tokens_per_second = statistics.median(own.num_tokens / own.seconds for _, own in pairs)
+        cell.ratios = [_times(plain.seconds, plain, own.seconds, own) for plain, own in pairs]
         cell.ratio = statistics.median(cell.ratios)
-        cell.cpu_ratio = statistics.median(cpu_ratios[method])
-        cell.answers = len(outputs[method])
-        cell.identical = sum(a == b for a, b in zip(outputs[method], outputs[PLAIN], strict=True))
-        _add_drafting(cell, before[method], engines[method].stats())
-    return list(cells.values())
+        cell.cpu_ratio = statistics.median(
+            _times(plain.cpu_seconds, plain, own.cpu_seconds, own) for plain, own in pairs
+        )
+        cell.answers = len(pairs[-1][1].answers)
+        cell.identical = sum(a == b for a, b in zip(pairs[-1][1].answers, pairs[-1][0].answers, strict=True))
 
 
-def _batches(texts: list[str], count: int) -> list[list[str]]:
+def _times(plain_seconds: float, plain: Played, own_seconds: float, own: Played) -> float:
+    """How many times as many tokens a second."""
+    return plain_seconds / plain.num_tokens / (own_seconds / own.num_tokens)
+
+
+def _batches(prompts: list[_Prompt], count: int) -> list[list[_Prompt]]:
     """All prompts, `count` at a time; where there are fewer, they repeat."""
-    total = -(-len(texts) // count) * count
-    listed = [texts[i % len(texts)] for i in range(total)]
+    total = -(-len(prompts) // count) * count
+    listed = [prompts[i % len(prompts)] for i in range(total)]
     return [listed[at : at + count] for at in range(0, total, count)]
 
 
-def _run(
-    engine: LLM, batches: list[list[str]], temperature: float, max_tokens: int
-) -> tuple[float, float, int, list[list[int]]]:
-    """Seconds, processor seconds, tokens, and the answers."""
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
-    answers: list[list[int]] = []
-    wall, cpu = time.perf_counter(), time.process_time()
-    for batch in batches:
-        chats = [[{"role": "user", "content": text}] for text in batch]
-        answers += [list(result.outputs[0].token_ids) for result in engine.chat(chats, params)]
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return wall, cpu, sum(map(len, answers)), answers
+def _alone(engines: dict[str, LLM], batches: list[list[_Prompt]], params: SamplingParams) -> dict[str, Played]:
+    """One engine after another, with all that it does."""
+    rounds: dict[str, Played] = {}
+    for method, engine in engines.items():
+        wall, cpu = time.perf_counter(), time.process_time()
+        results = [result for batch in batches for result in engine.generate(batch, params)]
+        answers = [list(result.outputs[0].token_ids) for result in results]
+        rounds[method] = Played(answers, time.perf_counter() - wall, time.process_time() - cpu)
+    return rounds
+
+
+def _by_turns(
+    cores: dict[str, EngineCore], order: random.Random, batches: list[list[_Prompt]], params: SamplingParams
+) -> dict[str, Played]:
+    rounds = [play_by_turns(cores, [each["prompt_token_ids"] for each in batch], params, order) for batch in batches]
+    return {
+        method: Played(
+            [answer for played in rounds for answer in played[method].answers],
+            sum(played[method].seconds for played in rounds),
+            sum(played[method].cpu_seconds for played in rounds),
+        )
+        for method in cores
+    }
 
 
 def _add_drafting(cell: Cell, before: Any, after: Any) -> None:

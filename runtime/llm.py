@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.client.frontend import Frontend, Prompt
 from runtime.client.loaded_model import LoadedModel
+from runtime.engine_process import EngineSpec
 from runtime.errors import EngineDeadError, PlancastError, RequestError
 from runtime.messages import EngineRequest, EngineStats
 from runtime.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
@@ -259,6 +260,11 @@ class LLM(LoadedModel):
         return self._frontend.chat_prompt(messages, **template_options)
 
     # The engine
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """What opens another core like this engine's: `runtime.engine_process.open_engine`."""
+        return self._frontend.spec
 
     def stats(self, with_blocks: bool = False) -> EngineStats:
         """A snapshot of the engine; `with_blocks` adds one byte a KV block. Raises `EngineDeadError`."""

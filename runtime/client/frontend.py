@@ -104,7 +104,7 @@ class Frontend(Generic[BoxT]):
         threads = num_threads if num_threads is not None else opened.manifest.defaults.num_threads
         if threads is not None:
             factory_args["num_threads"] = threads
-        spec = EngineSpec(
+        self.spec = spec = EngineSpec(
             config=self.config,
             artifact=str(opened.path),
             verify=verify,
