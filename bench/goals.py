@@ -63,7 +63,8 @@ def _end_to_end(weights: str, requests: int, peer: str) -> Callable[[Path], Meas
             return None
         row = max(rows, key=lambda row: row["median"])
         ratios = row["ratio_of_plancast"]
-        beside = f"rounds {min(ratios):.2f} to {max(ratios):.2f} ({report['precision'][row['engine']]})"
+        theirs, ours = report["precision"][row["engine"]], report["precision"]["plancast"]
+        beside = f"rounds {min(ratios):.2f} to {max(ratios):.2f} ({theirs}; plancast: {ours})"
         return Measured(statistics.median(ratios), report, beside)
 
     return find

@@ -117,6 +117,10 @@ class DraftEngine:
                 drafts[job.place] = Draft(job.token_ids, drawn, source=self.name, confidences=sure)
         return drafts
 
+    def num_behind(self, sequence: Sequence) -> int:
+        mirror = self._mirrors.get(sequence)
+        return len(sequence.tokens) - (mirror.num_computed if mirror is not None else 0)
+
     def release(self, sequence: Sequence, *, complete: bool) -> None:
         mirror = self._mirrors.pop(sequence, None)
         if mirror is not None:

@@ -98,6 +98,10 @@ class HeadEngine(DraftEngine):
                     feed.start += dropped
                     feed.num_waiting -= dropped
 
+    def num_behind(self, sequence: Sequence) -> int:
+        feed = self._feeds.get(sequence)
+        return feed.num_waiting if feed is not None else 0
+
     def release(self, sequence: Sequence, *, complete: bool) -> None:
         self._feeds.pop(sequence, None)
         super().release(sequence, complete=complete)

@@ -32,6 +32,9 @@ _PROBE_EVERY = 64
 # decided on, within these bounds: a few refusals at the start are no reason to give up for hundreds of steps, and
 # later, with many requests, some of them would try at every step.
 _PAID_PROBES, _PAID_BOUNDS = 4, (16, 256)
+# A try is as many times as seldom as a draft engine has to read so many tokens first (two layers of SmolLM2-135M read
+# 500 in five of its steps).
+_READ_FOR_A_TRY = 64
 # A token that is as unlikely as this to count is left out.
 _NEGLIGIBLE = 0.02
 # What a round of a draft engine is taken to cost before one was measured, as a share of a step.
@@ -144,11 +147,17 @@ class DraftLengths:
         return bisect_right(sizes, ratio * base, key=lambda size: self.costs.predict(size) or 0.0)
 
     def choose(
-        self, chances: Listed[float], most: Listed[int], num_tokens: int, source: str = "", room: int = _NO_LIMIT
+        self,
+        chances: Listed[float],
+        most: Listed[int],
+        num_tokens: int,
+        source: str = "",
+        room: int = _NO_LIMIT,
+        behind: Listed[int] = (),
     ) -> list[int]:
         """Lengths for drafts with these chances and lengths at most, beside `num_tokens` tokens that are computed
         anyway, and `room` tokens in all. `source`: a proposer that is not free and has yet to draft, whose rounds
-        count."""
+        count; `behind`: how many tokens of each sequence it has to compute first."""
         if not self.adaptive or not most:
             return list(most)
         base = self.costs.predict(num_tokens)
@@ -182,7 +191,8 @@ class DraftLengths:
         # Those who draft nothing try a token now and then: what was measured once need not hold for ever.
         every = self._probe_every(source)
         for index, limit in enumerate(most):
-            if not lengths[index] and limit and (self._steps + index) % every == 0:
+            seldom = 1 + behind[index] // _READ_FOR_A_TRY if behind else 1
+            if not lengths[index] and limit and (self._steps + index) % (every * seldom) == 0:
                 lengths[index] = 1
         return lengths
 

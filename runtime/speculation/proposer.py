@@ -66,6 +66,10 @@ class ConfidentProposer(Protocol):
         """As `Proposer.propose`; a draft whose tokens have confidences ends where `goes_on` says so."""
         ...
 
+    def num_behind(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that it has to compute before it drafts."""
+        ...
+
 
 class Proposer(Protocol):
     """Drafts for sequences whose last token is the only one not computed yet.

@@ -192,12 +192,14 @@ class Speculator:
         self, proposer: Proposer, left: list[Sequence], num_tokens: int, room: int
     ) -> list[tuple[Sequence, int]]:
         """How far to let a proposer draft that is not free: decided before it does, from earlier acceptance alone."""
+        confident = self._confident.get(proposer.name)
         lengths = self.lengths.choose(
             [self._chance(sequence, proposer.name, 0) for sequence in left],
             [self._most(sequence) for sequence in left],
             num_tokens,
             proposer.name,
             room,
+            [] if confident is None else [confident.num_behind(sequence) for sequence in left],
         )
         return [(sequence, length) for sequence, length in zip(left, lengths, strict=True) if length]
 

@@ -79,7 +79,7 @@ def test_goals_stand_beside_what_was_measured(tmp_path):
     assert lines["decode, int8, 16 requests"].startswith("1,300 tokens/s | 1,500 tokens/s | yes | openvino-genai 700")
     assert (
         lines["end to end, int8, 16 requests, over OpenVINO GenAI"]
-        == f"2.00 x | 1.90 x | no | rounds 1.90 to 2.90 (f32) | {on}"
+        == f"2.00 x | 1.90 x | no | rounds 1.90 to 2.90 (f32; plancast: int8) | {on}"
     )
     assert lines["end to end, int8, 16 requests, over vLLM-CPU"].startswith("4.00 x | 4.50 x | yes")
     assert lines["decode, bf16, 1 request"].startswith("92 tokens/s | not measured yet")

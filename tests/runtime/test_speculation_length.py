@@ -53,6 +53,23 @@ def test_unlikely_drafts_are_shorter() -> None:
     assert lengths_for(steep, 0.05, 1) == [0]
 
 
+def test_who_has_much_to_read_first_is_tried_more_seldom() -> None:
+    """Of 4096 steps in which a draft engine is not expected to pay, beside how many it is tried."""
+    tries = []
+    for behind in (1, 500):
+        lengths = DraftLengths(8)
+        for _ in range(20):
+            lengths.observe_step(1, 1.0)
+            lengths.observe_step(2, 2.0)
+        drafted = 0
+        for _ in range(4096):
+            lengths.begin_step()
+            (length,) = lengths.choose([0.1], [8], 1, "draft_model", behind=[behind])
+            drafted += length
+        tries.append(drafted)
+    assert tries == [256, 32]
+
+
 def test_a_few_that_draft_well_do_not_hold_up_the_many() -> None:
     """Twelve tokens more for three of sixteen sequences: more tokens a second, but all wait half as long again."""
     lengths = DraftLengths(4)
