@@ -278,7 +278,8 @@ def scaling(
         [128, 256, 512, 1024, 1920], min=1, help="Tokens of one request's prompt; repeat for several."
     ),
     requests: list[int] = typer.Option([1, 2, 4, 8, 16, 32, 64], min=1, help="Requests of 128 tokens side by side."),
-    output_tokens: int = typer.Option(32, min=2),
+    # Decoding is the whole less a prefill, measured apart: fewer tokens would take less than a long prompt's noise.
+    output_tokens: int = typer.Option(128, min=2),
     rounds: int = typer.Option(3, min=1),
     threads: int | None = typer.Option(None, min=1, help="Of the engine; the machine's cores by default."),
     plot: Path | None = typer.Option(None, metavar="FILE.svg", help="Draw decode and prefill over both."),
