@@ -278,6 +278,8 @@ class Speculator:
     def _saved(self, step: ScheduledStep, seconds: float) -> float:
         """Of the time of a plain step, the part that one with drafts, which ran so long, was quicker by."""
         num_sequences = step.num_decode_tokens - step.num_draft_tokens
+        if not num_sequences:  # those that were looked for had to give way
+            return 0.0
         base, larger = (self.lengths.costs.predict(size) for size in (num_sequences, step.num_decode_tokens))
         if not base or not larger:
             return 0.0

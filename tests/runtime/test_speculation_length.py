@@ -358,6 +358,23 @@ def test_estimates_that_are_wrong_again_and_again_cost_a_crowd_little() -> None:
     assert len(asked) > 20, "it was looked again once they were wrong"
 
 
+def test_all_that_were_drafted_for_give_way() -> None:
+    """Drafts were looked for, and then no sequence decodes, since one that matters more needs all places."""
+    drafter = PartlyRight(lambda sequence: [0] * 200, 50)
+    adaptive = msgspec.structs.replace(ANY_DRAFTS, adaptive=True)
+    core = make_core(
+        16, block_size=1, drafter=drafter, speculation=adaptive, scheduling_policy="priority", max_num_seqs=4
+    )
+    driver = Driver(core)
+    driver.add(make_request("first", [1], max_tokens=4, priority=1))
+    for _ in range(2):
+        driver.step()
+    driver.add(make_request("urgent", [2], max_tokens=1, priority=0, n=4, greedy=False, seed=1))
+    driver.run()
+    assert core.stats().preemptions == 1
+    assert {name: answer.finished for name, answer in driver.answers.items()} == {"first": True, "urgent": True}
+
+
 def test_drafts_take_no_room_from_a_prompt() -> None:
     """A request that waits for its turn is read as soon as without drafts."""
     drafter = PartlyRight(lambda sequence: [0] * 200, 50, right=0.0)
