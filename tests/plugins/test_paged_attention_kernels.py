@@ -78,12 +78,13 @@ class Packed:
 
         AMX adds the products of floats in an order of its own.
 
-        Integer formats round queries and weights to 15 bits, FP8 to bf16's 8, which is far below what their cells lost.
+        Integer formats round queries and weights to 15 bits, FP8 to bf16's 8, which is far below what their cells lost
+        (of e4m3 a sixteenth).
         """
         results = {}
         if tolerance is None:
             dtypes = {form.dtype for form in self.formats.values()}
-            tolerance = 4e-3 if dtypes & set(FP8) else 3e-4 if dtypes & {"int8", "int4"} else 2e-5
+            tolerance = 6e-3 if dtypes & set(FP8) else 3e-4 if dtypes & {"int8", "int4"} else 2e-5
         for isa in isas:
             with contextlib.suppress(MissingIsaError):
                 results[isa] = self.run(isa=isa, threads=2)
