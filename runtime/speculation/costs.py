@@ -7,7 +7,7 @@ from bisect import bisect_left
 # A new measurement's weight, and that of one of a size that was not seen for some steps, or for many; the outliers of a
 # busy machine are cut to so many times the mean first.
 _WEIGHT, _SELDOM, _LONG_AGO = 0.12, (8, 0.3), (500, 0.5)
-_OUTLIER = 1.6
+OUTLIER = 1.6
 # The machine's speed changes from minute to minute, and with it what every size costs: what a step of a size that was
 # measured so often took longer than its mean is taken to hold for all sizes, with that weight, and a little for its own
 # alone.
@@ -56,7 +56,7 @@ class StepCosts:
             self._seconds[size] = min(seconds, mean or seconds)
         else:
             expected = self._expected(num_tokens, size)
-            off = min(seconds, _OUTLIER * expected) / expected - 1.0
+            off = min(seconds, OUTLIER * expected) / expected - 1.0
             weight = self._weight(size)
             self._seconds[size] *= 1.0 + weight * off
             if tries > _KNOWN_WELL:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from runtime.sequence import Request, Sequence
 from runtime.speculation.config import SpeculationConfig
+from runtime.speculation.costs import OUTLIER
 from runtime.speculation.crowd import CROWD, CrowdDrafting
 from runtime.speculation.length import Acceptance, DraftLengths
 from runtime.speculation.ngram import NgramProposer
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 # A free draft gives way to a draft engine that was accepted so much more often.
 _WORTH_DRAFTING = 0.8
-# A step that took so many times what it was expected to was held up by something else.
-_OUTLIER = 1.6
 
 
 @dataclass(slots=True)
@@ -288,7 +287,7 @@ class Speculator:
         elif step.num_prefill_tokens:
             seconds = larger
         waits = 1.0 - self._waits_saved / num_sequences
-        return 1.0 - (min(seconds, _OUTLIER * larger) + self._drafting_seconds) * waits / base
+        return 1.0 - (min(seconds, OUTLIER * larger) + self._drafting_seconds) * waits / base
 
     def release(self, sequences: Iterable[Sequence], *, complete: bool) -> None:
         """Sequences are over. `complete`: as they should be, not by an abort or an error."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from native_library import require_native
 
 from bench.attention_kernels import FORMATS, Case, make_steps
-from plugins.native import NativeBuildError, build_native
 
-try:
-    build_native()
-except NativeBuildError as error:
-    pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
+require_native()
 
 
 @pytest.mark.parametrize("kv", FORMATS)

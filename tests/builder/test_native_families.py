@@ -10,6 +10,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from native_library import require_native
 from onnx_steps import ExecutorSteps, largest_difference
 from tiny_artifact import tiny_manifest
 from tiny_families import VOCAB_SIZE, open_tiny_checkpoint, write_tiny_checkpoint
@@ -18,15 +19,11 @@ from builder.backends.openvino import compile_engine, kv_layout
 from builder.passes import run_passes
 from builder.recipe import BackendConfig, KvConfig, Recipe
 from builder.trace import trace
-from plugins.native import NativeBuildError, build_native
 from runtime.artifact import Artifact
 from runtime.artifact_writer import ArtifactWriter
 from runtime.executors import open_executor
 
-try:
-    build_native()
-except NativeBuildError as error:
-    pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
+require_native()
 
 FAMILIES = ("cohere2", "gemma2", "gemma3", "gpt2", "gpt_bigcode", "gpt_oss", "hunyuan", "qwen3")
 # Of the largest logit. f32 cells: sums in another order alone. Random weights make every rounding of a cell show.

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import openvino as ov
 import pytest
+from native_library import require_native
 from openvino_engine import lowered, recipe, skip_unless_computed
 from tiny_families import open_tiny_checkpoint, write_tiny_checkpoint
 from tiny_onnx import TinyOnnx
@@ -22,13 +23,10 @@ from plugins.block import plan as plan_module
 from plugins.block.native import NativeGraph
 from plugins.block.plan import Constant, Input, LookUp, Output, PlanError, PlanMaker, read_plan
 from plugins.block.plan_openvino import ModelPlan, UnknownOperationError
-from plugins.native import NativeBuildError, build_native, find_native
+from plugins.native import build_native, find_native
 from runtime.executors.openvino_model import OpenVINOEngine
 
-try:
-    build_native()
-except NativeBuildError as error:
-    pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
+require_native()
 
 # Known whole, or with the operation that only OpenVINO runs.
 FAMILIES = (

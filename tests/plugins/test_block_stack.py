@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 import pytest
+from native_library import require_native
 from numpy.typing import NDArray
 from openvino_engine import Sequences, lowered, recipe
 from tiny_families import open_tiny_checkpoint, write_tiny_checkpoint
@@ -18,15 +19,12 @@ from builder.passes import run_passes
 from builder.trace import trace
 from plugins.block import openvino as block
 from plugins.block import patterns
-from plugins.native import NativeBuildError, build_native, find_native
+from plugins.native import find_native
 from plugins.paged_attention.op import OP_TYPE as ATTENTION
 from runtime.executors.kv_cache import KvCache
 from runtime.executors.openvino_model import OpenVINOEngine
 
-try:
-    build_native()
-except NativeBuildError as error:
-    pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
+require_native()
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "cohere2", "llama-tied-bias", "qwen2_moe", "gpt_oss")
 # All layers are one operation, and the last one's rows that say something, with the head, another.

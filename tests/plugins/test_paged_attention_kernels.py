@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_library import require_native
 from paged_cases import make_case
 
-from plugins.native import NativeBuildError, build_native
 from plugins.paged_attention.cpu_layout import to_cpu
 from plugins.paged_attention.kv_formats import KvFormat, rotate
 from plugins.paged_attention.native import formats, refusal, scalars
@@ -19,10 +19,7 @@ from plugins.paged_attention.native import settings as node_settings
 from plugins.paged_attention.native_library import ISAS, MissingIsaError, attention
 from plugins.paged_attention.reference import reference
 
-try:
-    build_native()
-except NativeBuildError as error:
-    pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
+require_native()
 
 KV_DTYPES = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3", "fp8_e5m2")
 FP8 = ("fp8_e4m3", "fp8_e5m2")

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from native_library import require_native
 from openvino_engine import Sequences, build_artifact, recipe
 from tiny_onnx import TinyOnnx
 
-from plugins.native import NativeBuildError, build_native
 from runtime.artifact import Artifact
 from runtime.config import EngineConfig
 from runtime.engine_process import EngineSpec, open_engine
@@ -21,10 +21,7 @@ from runtime.executors import open_executor
 from runtime.executors.native import NativeExecutor
 from runtime.executors.openvino import OpenVINOExecutor
 
-try:
-    build_native()
-except NativeBuildError as error:
-    pytest.skip(f"the native library cannot be built here: {error}", allow_module_level=True)
+require_native()
 
 TINY = TinyOnnx(weights="int8", rope="halves")
 
